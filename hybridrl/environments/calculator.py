@@ -75,7 +75,7 @@ def _value(node: ast.expr) -> Number:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
             # Check a lower bound on the number of bits of the result before computing the power.
-            # The result has at most twice as many bits.
+            # The result has at most twice as many bits as this bound.
             if not abs(right) * max(_bits(left) - 1, 0) <= MAX_BITS:
                 raise ValueError("too large")
             if left < 0 and not isinstance(right, int):

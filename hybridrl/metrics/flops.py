@@ -7,10 +7,11 @@ scores, and the output head at positions without a prediction do not count. Rate
 comparable between implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that
 several samples share counts once if it is computed once.
 
-The backward pass of a matrix product consists of two products of the same size: one computes the
-gradient of the input, if an earlier layer is trained, and one the gradient of the weight, if the
-weight is trained. The backward pass of attention costs twice its forward pass. Only matrix products
-and attention count, not norms, rotary positions, softmax or the optimizer.
+The backward pass of a matrix product consists of two products of the same size: one product
+computes the gradient of the input, if an earlier layer is trained; the other product computes the
+gradient of the weight, if the weight is trained. The backward pass of attention costs twice its
+forward pass. Only matrix products and attention count, not norms, rotary positions, softmax or the
+optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 
 # Dense bf16 tensor-core FLOP/s by words in the device's name; the first match is used. Source:
-# NVIDIA's data sheets, which also list rates with sparsity that are twice as high.
+# NVIDIA's data sheets, which also list rates with sparsity; these rates are twice as high.
 PEAK_FLOPS_PER_S = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -132,8 +133,8 @@ def forward_flops(
 
     Args:
         lengths: Number of tokens in each sequence, prompt plus response.
-        head_tokens: Number of positions at which the output head is computed. In training, these
-            are the response tokens.
+        head_tokens: Number of positions at which the output head is computed. In training, the head
+            is computed for response tokens.
         head_size: Number of outputs of the head, 1 for a value head. If None, the vocabulary size.
         prefixes: For each sequence, number of leading tokens that are computed as part of another
             sequence; None if no tokens are shared.

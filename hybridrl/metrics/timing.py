@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IDLE = "between phases"
-# The line has a fixed size and is written at once, so a reader sees either the old or the new line.
+# The line has a fixed size and is written by one system call, so a reader sees either the old or
+# the new line.
 LINE_BYTES = 64
 
 

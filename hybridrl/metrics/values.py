@@ -46,7 +46,7 @@ STEP_KEYS = (
 )
 ACCURACY = "eval/accuracy"
 VALIDATION = "validation/"  # Prefix of metrics on held-out rows with responses.
-STDERR = "_stderr"  # Suffix of a metric's standard error.
+STDERR = "_stderr"  # Suffix of the names of standard errors.
 # Number of tokens in prompts, responses and observations, including samples that are not trained
 # on.
 GENERATED_TOKENS = "generate/tokens"
@@ -125,8 +125,8 @@ def step_metrics(
             known, for each phase.
         flops: Model FLOPs by phase, summed over ranks (flops.py).
         peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, regardless of the type in which the
-            run computes. If None, the result has no `mfu/*`, the fraction of this peak that model
-            FLOPs reach.
+            run computes. If None, the result lacks `mfu/*`, the fraction of the peak rate that
+            model FLOPs reach.
     """
     times = {**dict.fromkeys(PHASES, 0.0), **seconds}
     counts = {"generate": 0, "logprobs": 0, "update": 0, **flops}

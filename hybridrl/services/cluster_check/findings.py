@@ -11,11 +11,11 @@ from hybridrl.services.cluster_check.probe import GpuFacts, NodeFacts
 
 GIB = 2**30
 MAX_CLOCK_S = 2.0  # File times order checkpoints, and show stale locks (older than 90 s).
-MIN_FILES = 16_384  # For sockets to thousands of ranks, data files and caches.
+MIN_FILES = 16_384  # A rank may open sockets to thousands of ranks, data files and caches.
 MIN_FREE_BYTES = {"run": 20 * GIB, "temporary": 2 * GIB, "cache": 10 * GIB, "shared memory": GIB}
 MAX_USED_GPU_BYTES = GIB  # An idle process's CUDA context uses about 0.5 GiB.
-SLOW_GPU = 0.8  # Share of the median of equal GPUs; healthy GPUs differ by less than 10%.
-SLOW_PAIR = 0.5  # Share of the rate of the fastest pair.
+SLOW_GPU = 0.8  # Minimum share of equal GPUs' median rate; healthy GPUs differ by less than 10%.
+SLOW_PAIR = 0.5  # Minimum share of the fastest pair's rate.
 
 
 MOVES = {

@@ -145,7 +145,9 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one rank, or an all-reduce over the given GPUs. Returns the exit code."""
+    """Runs one rank of an all-reduce, or starts an all-reduce over the given GPUs. Returns the exit
+    code.
+    """
     if arguments[:1] == ["--rank"]:
         device, gpu, rank, size, store = arguments[1:]
         try:

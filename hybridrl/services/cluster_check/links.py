@@ -1,8 +1,8 @@
 """Measures links over gloo or NCCL, by all-reduces and by messages between pairs.
 
 Who waits for whom: every rank calls `measure` with the same arguments except for its rank. Ranks
-that have no peer in a round wait for the others at a barrier. Only functions that take measurements
-import torch.
+that have no peer in a round wait for the other ranks at a barrier. Only functions that take
+measurements import torch.
 """
 
 from __future__ import annotations

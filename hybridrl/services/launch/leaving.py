@@ -33,7 +33,7 @@ def is_killed(pid: int) -> bool:
     than Linux.
 
     Args:
-        pid: Id of a child process that no one has waited for yet.
+        pid: Id of a child process that has not been reaped yet.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

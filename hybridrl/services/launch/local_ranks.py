@@ -36,13 +36,13 @@ from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
 PROGRAM = ("-m", "hybridrl.cli.main")  # Arguments for Python that start hybridrl in a rank.
-LOGS = "logs"  # Folder in the run folder.
+LOGS = "logs"  # Folder of logs in the run folder.
 POLL_S = 0.1
 GRACE_S = 3.0  # Time in which other ranks may report the same mistake.
 KILL_AFTER_S = 10.0
 LEAVE_S = CLOSE_S + KILL_AFTER_S  # Time that other ranks have to stop; rank 0 closes its trackers.
 NOTICE_S = 1.0  # Time after a signal until a message reports ranks that still run.
-NOTICE_EVERY_S = 15.0  # Interval at which that message is repeated.
+NOTICE_EVERY_S = 15.0  # Interval at which the message about running ranks is repeated.
 SAME_SIGNAL_S = 1.0  # Signals that are closer together count as one signal.
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # Exit codes of ranks that saved.
 PR_SET_PDEATHSIG = 1
@@ -56,8 +56,8 @@ class Share:
 
     Args:
         address: Address of rank 0's machine, which all machines can resolve.
-        port: Port of the job's store on that machine. If this launcher starts all ranks, 0 selects
-            any port.
+        port: Port of the job's store on that machine. If this launcher starts all ranks, port 0
+            selects any free port.
     """
 
     count: int
@@ -180,8 +180,8 @@ def run_ranks(
     copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
     host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # After a signal, a rank normally ends without a report. A rank with a report could not save,
-    # and a SIGKILL at this point was not sent by the launcher.
+    # After a signal, a rank normally ends without a report. If a rank did report an error, it could
+    # not save. A SIGKILL at this point was not sent by the launcher.
     blamable = [
         rank.index
         for rank in culprits

@@ -78,7 +78,7 @@ def chosen_values(config: Config) -> Changes:
 def chosen_layout(
     config: Config, world_size: int, host: Host, gpus_per_node: int | None
 ) -> Changes:
-    """Returns the values that `with_layout` chooses, by key. Called on each rank."""
+    """Returns the values that `with_layout` chooses, by key. Each rank calls this."""
     given = None if gpus_per_node is None else ClusterFile(gpus_per_node=gpus_per_node)
     return chosen_values(with_layout(config, world_size, host, given))
 

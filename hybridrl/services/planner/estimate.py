@@ -88,7 +88,7 @@ def estimate(
 
 
 def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
-    """Returns roughly how many elements of a rank's engine shard the same rank trains.
+    """Returns roughly how many elements of its own engine shard a rank trains.
 
     These are all elements of its training shard, or fewer if the engine's tp exceeds the trainer's.
     """

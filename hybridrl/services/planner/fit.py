@@ -3,8 +3,8 @@
 The estimates of phase_memory.py were compared with 7 runs on H200
 (benchmarks/results/step_h200.json). Phases used 0.86 to 1.18 times their estimates, and at most 2.3
 GiB more, except in one run with NCCL groups that no longer exist. The estimates do not include the
-CUDA context, 0.6 GiB. Therefore a run is said to fit if its estimate plus 5% plus 2 GiB fits: 5%
-for allocator fragmentation, and 2 GiB for the CUDA context and libraries.
+CUDA context, 0.6 GiB. Therefore the verdict is that a run fits if its estimate plus 5% plus 2 GiB
+fits: 5% for allocator fragmentation, and 2 GiB for the CUDA context and libraries.
 """
 
 from __future__ import annotations

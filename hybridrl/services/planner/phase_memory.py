@@ -390,7 +390,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     hidden sizes); queries, keys and values, the latents from which they are computed, and the
     output of attention; and the feed-forward layer's two halves and their product. If samples share
     prompts, attention also stores copies of keys and values. Tensor and sequence parallelism shard
-    all of these. A mixture of experts stores the two halves and their product for each of a token's
+    all of these. A mixture of experts stores the feed-forward layer's values for each of a token's
     experts, plus the experts' inputs and outputs, which ranks exchange. Tokens are assumed to be
     distributed evenly over the experts, and all layers to be mixtures of experts. A frozen model
     stores nothing for a backward pass: only one layer's values are in memory at a time.
@@ -414,7 +414,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         kept, stages = whole, 1
     elif (
         config.train.recompute == "full"
-    ):  # each layer stores its input, and one layer stores everything
+    ):  # each layer stores its input, and one layer stores all its activations
         kept = micro.positions * shape.hidden_size * layers + whole
     elif config.train.recompute == "selective":  # feed-forward products are recomputed
         kept = (whole - micro.positions * product) * layers

@@ -11,7 +11,7 @@ from hybridrl.hybrid_engine.planning.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
 from hybridrl.services.planner.text import memory_size, traffic
 
-MAX_ROWS = 16  # maximum number of ranks in the table; --json lists all
+MAX_ROWS = 16  # maximum number of ranks in the table; --json lists all ranks
 
 
 def order_reason(

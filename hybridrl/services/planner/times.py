@@ -35,8 +35,8 @@ LOGIT_BYTES = 8  # Per logit: fp32 logits are written and read in chunks.
 # Bytes per gathered token and expert: an fp32 weight, and a flag whether the expert is selected
 # (dispatch.py).
 ROUTER_BYTES = 4 + 1
-# A micro-batch's matrix products take as long as if it had this many more tokens and ran at full
-# rate.
+# A micro-batch's matrix products take as long as if the micro-batch had LOST_TOKENS more tokens and
+# ran at full rate.
 LOST_TOKENS = 850.0
 # Rate of the experts' grouped matrix products, as a share of the rate of large matrix products.
 EXPERTS_SHARE = 0.6
@@ -62,9 +62,9 @@ ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # GIVING_BACK_S is the extra time of a step, in seconds, if training and engine do not fit on a GPU
 # together, so that each must free its memory for the other. On H200, this time was 0.25 to 0.65 s
 # for a 7B model without lent memory, and 0.2 s for a 1.5B model with lent memory. ROOM_SHARE is the
-# share of GPU memory into which both must fit (headroom.py). MEMORY_DOUBT is the error of the
-# predicted share: a 7B model kept both phases' memory at predicted shares of 0.87 and 0.89, a 1.5B
-# model freed it at 0.90, and a mixture of experts kept it at 0.92.
+# share of GPU memory into which training and engine must fit (headroom.py). MEMORY_DOUBT is the
+# error of the predicted share: a 7B model kept both phases' memory at predicted shares of 0.87 and
+# 0.89, a 1.5B model freed it at 0.90, and a mixture of experts kept it at 0.92.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # Fixed times in an engine step, in seconds: launches and sampling on the GPU; a layer's kernels;
 # host work per request, which overlaps with the GPU; an all-reduce of few tokens.

@@ -61,7 +61,7 @@ class LiveReport:
             for path in sorted(paths):
                 try:
                     about = path.stat()
-                except OSError:  # missing, or deleted since it was listed
+                except OSError:  # the file is missing, or was deleted since it was listed
                     continue
                 found.append((str(path), about.st_size, about.st_mtime_ns))
         return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'

@@ -218,7 +218,7 @@ def _place(real: list[str], links: dict[str, str]) -> None:
 
 
 def _bind(path: str, place: str | None = None) -> None:
-    source, place = "." + path, place or path  # relative to the host's root
+    source, place = "." + path, place or path  # this path is relative to the host's root
     if os.path.isdir(source):
         os.makedirs(place, exist_ok=True)
     else:
@@ -232,7 +232,7 @@ def _mount_proc() -> None:
     flags = MS_NOSUID | MS_NODEV
     try:
         _mount("proc", "/proc", "proc", flags, "hidepid=2")
-    except OSError:  # forbidden if parts of /proc are hidden by other mounts, as in containers
+    except OSError:  # forbidden if other mounts hide parts of /proc, as in containers
         _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
 
 

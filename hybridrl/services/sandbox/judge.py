@@ -110,7 +110,7 @@ class Judge(Peer):
         self._mutable: dict[int, Name] = {}  # Values of MUTABLE, by id of the derived class.
         self._direct: set[int] = (
             set()
-        )  # numbers of objects that the tests constructed and the program never sent itself
+        )  # Numbers of objects that the tests constructed and the program never sent.
         self._constructors: dict[int, bool] = {}  # Whether all of a class's names are capitalized.
         self._lent: dict[int, str] = {}  # Kinds of objects lent to the program, by id.
         Mirror.side = self

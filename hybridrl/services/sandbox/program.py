@@ -69,7 +69,7 @@ class Program(Peer):
         finally:
             sys.stdout = before
             self._printed = buffer.getvalue().decode("utf-8", "replace")
-            text.detach()  # otherwise it would close the buffer, which other code may still use
+            text.detach()  # otherwise `text` would close the buffer, which other code may still use
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
         """Encodes a reference to an object together with its class."""

@@ -178,7 +178,7 @@ def _by_argument(rule: Rule) -> list[Line]:
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Makes lines apply to one system call only. The last of these lines must return a verdict."""
+    """Makes filter lines apply to one system call only. The last line must return a verdict."""
     return [(EQUAL, 0, len(lines), number), *lines]
 
 
