@@ -6,7 +6,7 @@ written once. The time is then twice the number of bytes divided by the memory b
 sources are read over a link, the number of bytes divided by the link's rate.
 
 For each tile of a rectangle the table contains both addresses, the numbers of rows and columns, and
-both row strides. Because it contains addresses, tensors must not move after it is built.
+both row strides. The table contains addresses, so tensors must not move after it is built.
 """
 
 from __future__ import annotations

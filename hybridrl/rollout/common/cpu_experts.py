@@ -1,6 +1,6 @@
 """Computes mixtures of experts on CPUs, for engines whose own CPU code is wrong or missing.
 
-vllm/experts.py and sglang/start.py explain the reason for each engine.
+vllm/experts.py and sglang/start.py explain why each engine needs this module.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
 
 def _other_weights(is_cpu: bool) -> list[str]:
     """Returns the environment variables that would change SGLang's layout of weights. SGLang reads
-    some of them at import, and accepts the prefix SGL_ instead of SGLANG_.
+    some of these variables at import, and accepts the prefix SGL_ instead of SGLANG_.
     """
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
     return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
