@@ -190,7 +190,7 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
 
 
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
-    """Returns the sends and receives in which both peers are idle: a name for each, with its ranks.
+    """Returns the ranks of each send and receive in which both peers are idle, by name.
 
     Sends and receives over gloo are not recorded. If several ranks are in unrecorded calls, they
     may be peers of each other, so none of them is suspected to be in the wrong place.

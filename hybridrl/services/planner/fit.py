@@ -67,9 +67,9 @@ def gpu_verdict(
         may_change: Whether to search for changes that make the run fit.
 
     Returns:
-        Whether the run `fits`, and a sentence that explains it (`summary`). The phase that needs
-        the most memory and, in bytes: its largest and usual estimates, its need including the
-        margin, and the memory left over. The number of concurrent requests that fit into the KV
+        Whether the run `fits`, and a sentence that explains the verdict (`summary`). The phase that
+        needs the most memory, with sizes in bytes (largest and usual estimate, largest estimate
+        with the margin, memory left over). The number of concurrent requests that fit into the KV
         cache. Changes that would make the run fit (`remedies`).
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
