@@ -64,7 +64,7 @@ def tiling_fault(
     Args:
         boxes: Rectangles that should cover each element exactly once.
         shape: Shape of the tensor.
-        allow_overlap: Whether an element may be covered more than once.
+        allow_overlap: Whether several boxes may cover the same element.
 
     Returns:
         "outside", "overlap" or "hole", and the first rectangle that has this fault.

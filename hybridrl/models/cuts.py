@@ -1,6 +1,6 @@
-"""Computes which slices of HF tensors a tensor-parallel rank holds, for a weight table row.
+"""Computes which slices of the HF tensors in a weight table row a tensor-parallel rank holds.
 
-Covers Megatron and engines with fused projections, and raises an error if sizes are not divisible.
+Supports Megatron and engines with fused projections; raises an error if sizes are not divisible.
 weights.py decides which rows a rank holds and under which names. Pure data, no torch.
 """
 
@@ -106,7 +106,8 @@ def _heads(
 
 
 def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
-    """Returns all rows of Megatron's linear_qkv: for each KV head, its queries, key and value.
+    """Returns all rows of Megatron's linear_qkv: for each KV head, the head's queries, key and
+    value.
 
     Each rank holds an equal share of these rows. If there are fewer KV heads than ranks, a rank's
     share is only part of a head's group, and Megatron gathers the activations
@@ -114,7 +115,7 @@ def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
     """
     head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
     if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
-        raise table_error(row.megatron, f"HF shapes {row.shapes}, which do not fit the heads")
+        raise table_error(row.megatron, f"HF shapes {row.shapes}, which do not match the heads")
     runs: list[Run] = []
     for kv in range(shape.num_kv_heads):
         runs.append(Run(0, kv * group, (kv + 1) * group))

@@ -25,7 +25,8 @@ _NAMES = (
 
 
 def place_in_stack(name: str) -> tuple[str, int] | None:
-    """Returns the stack that a Megatron parameter belongs to and its index there, or None.
+    """Returns the stack that contains a Megatron parameter and the parameter's index in it, or
+    None.
 
     Args:
         name: Megatron's name of the parameter, or its local name in a layout.
@@ -44,7 +45,7 @@ def is_run(names: Sequence[str]) -> bool:
 
 
 def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_buckets: bool) -> bool:
-    """Whether experts of a stack are guaranteed to be equally spaced in Megatron's buffers.
+    """Whether the experts of a stack are certain to be equally spaced in Megatron's buffers.
 
     If gradients are reduced during the backward pass, a buffer has several buckets. Megatron pads
     each bucket to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py,
@@ -84,6 +85,6 @@ def in_stacks(names: Sequence[str]) -> list[str]:
         place = place_in_stack(name)
         if place is None:
             found.append(name)
-        elif place[0] in stacks:  # first member of its stack
+        elif place[0] in stacks:  # the first member of a stack
             found += [expert for _, expert in sorted(stacks.pop(place[0]), reverse=True)]
     return found

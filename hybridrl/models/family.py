@@ -67,8 +67,8 @@ class LatentShape:
             input.
         key_value_rank: Size of the latent for keys and values.
         plain_dim: Size of the part of each query and key that carries no position.
-        rotary_dim: Size of the rotary part of each query and key; all heads share that part of the
-            key.
+        rotary_dim: Size of the rotary part of each query and key; all heads share the rotary part
+            of the key.
         value_dim: Size of a head's value.
     """
 
@@ -98,14 +98,15 @@ class Rotary:
         kind: Scaling of the frequencies: default (none), linear, llama3, yarn or longrope.
         factor: Ratio of the new to the original context length.
         original_length: Original context length; for llama3, yarn and longrope.
-        low, high: Numbers of rotations over the original length. Frequencies with fewer than `low`
-            rotations are divided by the factor; frequencies with more than `high` rotations are
-            kept.
+        low, high: Limits on the number of rotations over the original length. Frequencies with
+            fewer than `low` rotations are divided by the factor; frequencies with more than `high`
+            rotations are kept.
         share: Share of a head's dimensions that rotate.
         divisors: Divisors of the pairs' frequencies; for longrope.
         mscale, mscale_all_dim: Coefficients of YaRN's magnitude; if `mscale_all_dim` is 0, it has
             no effect.
-        local: Positions in windowed layers (Gemma 3); None if all layers use the same.
+        local: Rotary positions in windowed layers (Gemma 3); None if all layers use the same
+            positions.
     """
 
     base: float
@@ -224,7 +225,7 @@ class ModelShape:
 
     @property
     def latent_dim(self) -> int | None:
-        """Elements that latent attention caches per token and layer; None without it."""
+        """Elements that latent attention caches per token and layer; None for other attention."""
         return None if self.latent is None else self.latent.cached_dim
 
     @property
@@ -235,7 +236,7 @@ class ModelShape:
     def cached_elements(self, tp: int) -> int:
         """Returns how many elements each of an engine's `tp` ranks caches per token and layer."""
         if self.latent is not None:
-            return self.latent.cached_dim  # the same on every rank
+            return self.latent.cached_dim  # every rank caches the same latent
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads are copied if tp > heads
 
     def padded_vocab(self, tp: int) -> int:
@@ -258,7 +259,7 @@ class Row:
         parts: Names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
             the global expert index. A repeated name denotes one HF tensor that concatenates these
             parts.
-        shapes: Shapes of the HF tensors, or of the parts of a repeated one.
+        shapes: Shapes of the HF tensors, or of the parts of a tensor with a repeated name.
         kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
             `replicated`: every rank holds the whole parameter; several parts are concatenated.
             `column`: dim 0 is split evenly. `heads`, `kv_heads`: like `column`, but query heads or
@@ -271,7 +272,7 @@ class Row:
             layer.
         num_experts: Number of experts that each have this parameter; 0 if it does not belong to an
             expert.
-        layers: Global indices of the layers that have the parameter; None if all have it.
+        layers: Global indices of the layers that have the parameter; None if all layers have it.
     """
 
     megatron: str
@@ -291,7 +292,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that hybridrl knows about a kind of model.
+    """Everything that hybridrl knows about one model family.
 
     Args:
         name: Short name, as used in `model.family`; for HF models, this is their `model_type`.
@@ -335,7 +336,7 @@ class Family:
 
 
 def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields an error if balancing is enabled but the model's routers have no bias.
+    """Yields an error if bias balancing is enabled but the model's routers have no bias.
 
     Args:
         rate: `train.moe.bias_update_rate`.
@@ -402,7 +403,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
         family = _load(FAMILIES[name])
     else:
         close = difflib.get_close_matches(name, FAMILIES, n=1)
-        remedy = "Leave it out to select the family by the model's config.json."
+        remedy = "Leave model.family out to select the family by the model's config.json."
         raise ModelError(
             "model.family",
             name,

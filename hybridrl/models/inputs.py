@@ -3,7 +3,7 @@
 A family, or a part of a model such as its routers, provides an `ExtraInputs`. The batch planner
 keeps the blobs that this object names, and calls the object to create the inputs for each
 micro-batch. All layers can read these inputs in `packed_seq_params.model_inputs`; the embedding
-receives them through `embed`. Code between the batch and the model does not interpret them.
+receives them through `embed`. Code between the batch and the model does not interpret these inputs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ExtraInputs:
         return torch.arange(num_tokens)[:, None]
 
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the embeddings of this context-parallel rank's positions, possibly changed.
+        """Returns the embeddings for this context-parallel rank's positions, after any changes.
 
         Args:
             model: GPTModel of the first pipeline stage.

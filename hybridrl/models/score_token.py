@@ -2,7 +2,8 @@
 
 By default this is the last token, possibly the end token, as in transformers' sequence classifiers.
 Older versions of hybridrl read the score one token earlier, at the hidden state from which the last
-token was sampled. Their checkpoints and exports are recognized, and keep that position.
+token was sampled. Checkpoints and exports from those versions are recognized, and keep that
+position.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hybridrl.models.hf.config_keys import end_tokens_of
 ScoreToken = Literal["last", "before_last"]
 LAST: Final = "last"
 BEFORE_LAST: Final = "before_last"
-KEY = "hybridrl_score_token"  # in config.json; other programs ignore it
+KEY = "hybridrl_score_token"  # key in config.json that other programs ignore
 
 
 def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
@@ -65,8 +66,8 @@ def score_notices(hf_config: Mapping[str, Any], path: str) -> list[str]:
     """Returns notices for the user about the token at which this model's score is read."""
     if is_old_export(hf_config):
         return [
-            f"{path} looks like a reward model that an older hybridrl exported: its score is read "
-            "at the token before the last one, where it was trained. Add "
+            f"{path} looks like a reward model that an older hybridrl exported: its score is "
+            f"read at the token before the last one, as in its training. Add "
             f'"{KEY}": "{BEFORE_LAST}" to its config.json to confirm this, or "{LAST}" to read at '
             "the last token, as transformers does"
         ]

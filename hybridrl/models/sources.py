@@ -104,8 +104,8 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, SourceTensor]:
         """This rank's tensors by the local names of its layout.
 
-        A small tensor, or an fp32 tensor among 16-bit weights, should be computed completely in
-        `refresh` rather than be a ComputedTensor.
+        `refresh` should compute a small tensor, or an fp32 tensor among 16-bit weights, completely,
+        so that it need not be a ComputedTensor.
         """
         ...
 
@@ -113,8 +113,8 @@ class WeightSource(Protocol):
     def frozen(self) -> frozenset[str]:
         """Local names of tensors that never change.
 
-        They are sent once, and again only if an engine has lost them or a checkpoint has been
-        loaded.
+        These tensors are sent once, and again only if an engine has lost them or a checkpoint has
+        been loaded.
         """
         ...
 
@@ -141,7 +141,8 @@ class FullWeights:
             rank, the layout contains only that part.
         tensors: This rank's tensors by local name.
         frozen: Local names of tensors that never change.
-        shard: The same parameters in full, if they stay in memory during rollout; otherwise None.
+        shard: The trainer's complete parameters, if they stay in memory during rollout; otherwise
+            None.
     """
 
     layouts: Sequence[RankLayout]

@@ -1,4 +1,4 @@
-"""Applies `train.freeze`: checks it, and selects the trained rows of the weight table.
+"""Checks `train.freeze`, and selects the trained rows of the weight table.
 
 Models set `requires_grad` accordingly, which Megatron's data-parallel wrapper and optimizer obey;
 plans use the table to count memory and FLOPs. No torch.
@@ -119,7 +119,8 @@ def _partly_frozen(
 ) -> Iterator[UserError]:
     """Yields an error for the first tensors that must be frozen together but are not.
 
-    These are the HF tensors of one Megatron parameter, or a weight and its bias.
+    HF tensors must be frozen together if they form one Megatron parameter, or are a weight and its
+    bias.
     """
     frozen_weights = set[tuple[str, int]]()
     biases: dict[tuple[str, int], str] = {}
@@ -150,7 +151,7 @@ def backward_shares(
 ) -> BackwardShares:
     """Returns the cost of a model's backward pass; see `trained_family` for the arguments.
 
-    Gradients flow from the loss down to the first layer with a trained parameter.
+    Gradients flow from the loss back to the first layer with a trained parameter.
     """
     if not freeze:
         return ALL

@@ -1,6 +1,6 @@
 """Detects weights that have become too large, or not finite, during training.
 
-This reads all weights, so it runs only after a failure that such weights could explain.
+This check reads all weights, so it runs only after a failure that exploded weights could explain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def exploded(tensors: Mapping[str, Tensor]) -> str | None:
         # torch does not implement aminmax for float8; other types need no copy.
         values = tensor.float() if tensor.element_size() == 1 else tensor
         low, high = (float(x) for x in torch.aminmax(values))
-        if not max(abs(low), abs(high)) < torch.inf:  # NaN compares as False
+        if not max(abs(low), abs(high)) < torch.inf:  # comparisons with NaN are False
             return f"{name} is not finite"
         if (size := max(-low, high)) >= largest:
             worst, largest = f"{name} reaches {size:.1e}", size
@@ -45,7 +45,7 @@ def explosion(found: str, when: str, symptom: object, rate: float | None = None)
         "train.learning_rate",
         f"{'a value' if rate is None else f'{rate:g}'}, at which weights grew until {found} after "
         f"{when}; {symptom}",
-        f"a value that leaves all weights finite and below {LARGEST_WEIGHT:g}",
+        f"a value that keeps all weights finite and below {LARGEST_WEIGHT:g}",
         "Lower train.learning_rate, or train.critic_learning_rate for a critic. policy/loss and "
         "policy/grad_norm in metrics.jsonl show when the weights began to grow. Remove the "
         "checkpoints since then to continue from the last good one, or start a new run.",

@@ -254,7 +254,7 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
     Raises:
         ModelError: An HF tensor is unknown, or no rank holds some of its elements; the error names
-            them.
+            these elements.
     """
     boxes: dict[str, set[Box]] = {name: set() for name in shapes}
     for layout in layouts:

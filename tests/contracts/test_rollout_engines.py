@@ -357,8 +357,8 @@ def test_hf_engine_prefills_contexts_over_the_forward_limits(
     [
         ({"model_type": "no-such-type"}, "no-such-type"),
         ({"model_type": None}, "model_type: got None"),
-        ({"hidden_size": "32"}, "transformers refuses"),
-        ({"rope_parameters": 3}, "transformers refuses"),
+        ({"hidden_size": "32"}, "transformers rejects"),
+        ({"rope_parameters": 3}, "transformers rejects"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: got dynamic"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "LlamaForCausalLM.*the type of Qwen3ForCausalLM"),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "sdpa"),

@@ -70,7 +70,7 @@ def test_hf_missing_tensor_is_named(single: Path) -> None:
 def test_hf_extra_tensor_is_named(single: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.bias"
     _edit(single, lambda tensors: tensors.update({name: torch.zeros(16)}))
-    with pytest.raises(CheckpointError, match=f"{name}.*no tensor of this name"):
+    with pytest.raises(CheckpointError, match=f"{name}.*no tensor with this name"):
         _load(single, rank=1)
 
 

@@ -1,12 +1,12 @@
 """Computes length-dependent rotary positions once, for a run's longest sequence.
 
 transformers and engines behave differently. With `longrope`, transformers (5.19) uses the long
-factors in each forward pass whose longest row exceeds the original length. vLLM (0.32) uses them
-for all sequences if `max_model_len` exceeds the original length, and otherwise for none. Keys that
-were cached with short factors would be wrong once long factors apply. A run therefore uses only one
-kind of factor, chosen as in vLLM. With `dynamic`, both libraries use unscaled positions up to
-`max_position_embeddings`; beyond that, transformers scales by the length of each forward pass, and
-vLLM does not scale. No torch.
+factors in each forward pass in which the longest row exceeds the original length. vLLM (0.32) uses
+the long factors for all sequences if `max_model_len` exceeds the original length, and otherwise for
+none. Keys that were cached with short factors would be wrong once long factors apply. A run
+therefore uses only one kind of factor, chosen as in vLLM. With `dynamic`, both libraries use
+unscaled positions up to `max_position_embeddings`; beyond that, transformers scales by the length
+of each forward pass, and vLLM does not scale. No torch.
 
 Invariant: with a config returned by `at_length`, training, engines and transformers use the same
 angles in every forward pass over sequences up to that length.
@@ -35,7 +35,7 @@ ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
 
 
 def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
-    """Returns a config.json whose positions do not depend on sequence length.
+    """Returns a config.json with rotary positions that do not depend on sequence length.
 
     Args:
         hf_config: Contents of config.json, which the family has already checked.

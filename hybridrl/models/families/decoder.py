@@ -117,7 +117,10 @@ def decoder_config(
     rotary = rotary or read_rotary(hf_config)
     rotated = int(shape.head_dim * rotary.share)
     if rotated % 2 or not rotated:
-        allowed = f"a share that rotates an even number, 2 or more, of head_dim = {shape.head_dim}"
+        allowed = (
+            f"a share that rotates an even number (at least 2) of the head_dim = "
+            f"{shape.head_dim} dimensions"
+        )
         raise refusal("partial_rotary_factor", rotary.share, allowed)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
     if rotary.magnitude != 1 and rotary.share < 1:
@@ -151,7 +154,7 @@ def decoder_config(
 
 def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
     require(hf_config, "use_sliding_window", False, (False,))
-    for key in WINDOW_KEYS:  # these keys have no effect here, but engines read them
+    for key in WINDOW_KEYS:  # without use_sliding_window, only engines read these keys
         value = hf_config.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise not_a(key, value, "an integer of at least 0, or null")
@@ -173,7 +176,7 @@ def decoder_rows(
     Args:
         shape: Sizes and options of the model.
         moe: Weight rows of the mixtures of experts.
-        attention: Weight rows of attention; by default those of grouped-query attention.
+        attention: Weight rows of attention; by default, the rows of grouped-query attention.
     """
     hidden, vocabulary = shape.hidden_size, ((shape.vocab_size, shape.hidden_size),)
     final_norm = "decoder.final_layernorm.weight"

@@ -62,7 +62,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; the defaults come from transformers' DeepseekV3Config."""
+    """Reads the model's sizes; the defaults come from transformers' DeepseekV3Config."""
     require(hf_config, "attention_bias", False, (False,))
     for key, value in STATED.items():
         require(hf_config, key, value, (value,))
@@ -104,7 +104,8 @@ def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRoutin
         raise refusal("topk_group", kept, allowed)
     if groups > 1 and chosen // kept != BEST_OF_GROUP:
         allowed = (
-            f"a value with {BEST_OF_GROUP} of num_experts_per_tok = {chosen} experts per group"
+            f"a value that selects {BEST_OF_GROUP} of num_experts_per_tok = {chosen} experts "
+            f"from each group"
         )
         raise refusal("topk_group", kept, allowed)
     scale = number(hf_config, "routed_scaling_factor", 2.5, 1e-6, 1e6)

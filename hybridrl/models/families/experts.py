@@ -48,8 +48,8 @@ class BiasedRouting:
     Args:
         scale: Sum of the weights of a token's experts.
         num_groups: Number of equally large groups of consecutive experts.
-        kept_groups: Number of groups from which a token's experts are selected. These are the
-            groups whose two best scores have the largest sums.
+        kept_groups: Number of groups from which a token's experts are selected. The groups with the
+            largest sums of their two best scores are kept.
     """
 
     scale: float
@@ -107,7 +107,7 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
 
 
 def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
-    """Returns arguments for a router with a bias; they override those from `expert_config`."""
+    """Returns arguments for a router with a bias, which override arguments from `expert_config`."""
     assert shape.moe is not None
     grouped = routing.num_groups > 1
     return {

@@ -33,7 +33,7 @@ LATENT_KEYS = frozenset(
         "v_head_dim",
     }
 )
-LATENT_ROPES = ("default", "yarn")  # engines support no other kinds
+LATENT_ROPES = ("default", "yarn")  # engines support only these kinds
 
 
 def latent_shape(hf_config: HfConfig) -> LatentShape:

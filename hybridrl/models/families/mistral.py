@@ -1,4 +1,4 @@
-"""Mistral (7B, Nemo, Small): either all layers attend within a window, or none do."""
+"""Mistral (7B, Nemo, Small): either all layers attend within a window, or no layer does."""
 
 from __future__ import annotations
 

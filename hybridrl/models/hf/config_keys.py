@@ -1,6 +1,6 @@
 """Rejects keys in a config.json that no code handles and that may affect results.
 
-Contains the table of keys that never affect results, and the table of values for which a key has no
+Contains a table of keys that never affect results, and a table of values with which a key has no
 effect. Any other key that the family does not handle is rejected, because computing a model
 differently from its training would give wrong log-probabilities without any other symptom. No
 torch.
@@ -117,15 +117,15 @@ def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, An
             " or ".join(shown(value) for value in (*NEUTRAL_VALUES[key], None))
             for key in known[:MOST_NAMED]
         )
-        remedy = f"Family {family} ignores it and would compute other numbers. Choose"
+        remedy = f"Family {family} ignores this key and would compute different numbers. Choose"
     else:
-        allowed = f"keys that family {family} handles, or keys known to change no numbers"
-        remedy = "If it changes no numbers, remove it from config.json. Otherwise choose"
+        allowed = f"keys that family {family} handles, or keys that do not affect results"
+        remedy = "If the key does not affect results, remove it from config.json. Otherwise choose"
     raise ModelError(
         f"config.json: {named}",
         values,
         allowed,
-        f"{remedy} another model, or write a family that has it in Family.config_keys.",
+        f"{remedy} another model, or write a family that lists the key in Family.config_keys.",
     )
 
 

@@ -31,7 +31,7 @@ OTHER_WEIGHTS = (
     ".gguf",
     ".pt",
     ".pth",
-)  # formats that are not read; the first found is reported
+)  # weight formats that hybridrl cannot read; the first one found is reported
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # A layer for multi-token prediction, after the last layer, contains a tensor with this name.
@@ -100,7 +100,7 @@ class HfHeaders:
         Rotary buffers and layers for multi-token prediction (DeepSeek-V3's MTP) are ignored.
         `lm_head.weight` is also ignored in value models and with tied embeddings; with tied
         embeddings, it must equal the embedding. If `score.weight` is missing, the only unknown
-        tensor of its shape is used as the value head, whatever its name.
+        tensor with the value head's shape is used as value head, whatever its name.
         """
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)
@@ -113,7 +113,7 @@ class HfHeaders:
         layers = tuple(layer for layer in mtp if not any(name.startswith(layer) for name in shapes))
         for name in self.shapes:
             if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
-                raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
+                raise self._error(name, f"shape {self.shapes[name]}", "no tensor with this name")
         is_tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes and HF_EMBEDDING in shapes
         if is_tied and LM_HEAD in self.shapes and not self._are_equal(LM_HEAD, HF_EMBEDDING):
             raise CheckpointError(
@@ -162,7 +162,7 @@ class HfHeaders:
         ]
         if len(found) > 1:
             named = ", ".join(plain(name, 80) for name in found[:8])
-            allowed = f"a tensor of this name, since several have its shape: {named}"
+            allowed = f"a tensor with this name, because several tensors have its shape: {named}"
             raise self._error(VALUE_HEAD, "nothing", allowed)
         if found:
             (stored,) = found
@@ -222,7 +222,8 @@ class HfHeaders:
             f"tensor {plain(name, 160)} in {self.directory}",
             found,
             allowed,
-            "The weights do not fit this config.json and family; check that they belong together.",
+            "The weights do not match this config.json and family. Check that they belong to the "
+            "same model.",
         )
 
 

@@ -36,7 +36,7 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns zero-filled CPU tensors for a layout, in `dtype` except those kept in fp32."""
+    """Returns zero-filled CPU tensors for a layout, in `dtype` except for tensors kept in fp32."""
     types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
     return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
 
@@ -71,7 +71,7 @@ def load_hf(
         tensors: Local tensors by the layout's names. They are written in place; padding is set to
             zero.
         shapes: Shape of every HF tensor of the model, as returned by `hf_shapes`; the directory
-            must contain exactly these.
+            must contain exactly these tensors.
         missing_ok: HF tensors that may be absent (such as a critic's `score.weight`) and are then
             left unchanged.
 
@@ -155,7 +155,7 @@ class HfPlaces:
         files = [SINGLE_FILE] if total == 1 else files
         self._headers: dict[
             str, tuple[bytes, int]
-        ] = {}  # for each file: header, and size of the tensors in bytes
+        ] = {}  # for each file: the header, and the size of the tensors in bytes
         self._offsets: dict[str, tuple[str, int]] = {}
         for file, names in zip(files, shards, strict=True):
             self._lay_out(file, names)
@@ -247,7 +247,7 @@ class HfWriter:
         ):
             raise CheckpointError(
                 str(self.directory),
-                "something that exists",
+                "a path that exists and is not an empty directory",
                 "a new or empty directory",
                 "Choose another directory or remove this one.",
             )

@@ -18,7 +18,7 @@ from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
 from hybridrl.models.hf.directory import read_config
 
-# Keys for which null is a value of its own and does not select the architecture's default: one
+# Keys for which null is a meaningful value and does not select the architecture's default: one
 # key-value head per query head, no window, no cap, no latent for queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
@@ -74,12 +74,12 @@ def transformers_model(
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelError(
             "model_type",
-            f"{model_config.get('model_type')}, with a config.json that transformers refuses",
+            f"{model_config.get('model_type')}, with a config.json that transformers rejects",
             f"a causal language model of the installed transformers, for {attention} attention",
             f"Use another rollout engine, or a newer transformers. Its error: {reason}.",
         ) from error
     for name, buffer in model.named_buffers():
-        if is_kept_in_fp32(name):  # transformers does this only when it loads weights itself
+        if is_kept_in_fp32(name):  # transformers keeps fp32 only when it loads weights itself
             buffer.data = buffer.data.float()
     if named and type(model).__name__ not in named:
         raise ModelError(

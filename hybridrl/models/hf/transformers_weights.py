@@ -32,7 +32,7 @@ def checkpoint_tensors(
             default.
 
     Raises:
-        ModelError: Experts are stacked, but the family has none.
+        ModelError: Experts are stacked, but the family has no experts.
     """
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}

@@ -147,8 +147,8 @@ class PackedSequences(PackedSeqParams):
     `cu_seqlens_q` and `cu_seqlens_kv` count padded tokens of whole sequences, before context
     parallelism splits them. With shared prompts, they describe a single sequence of all positions,
     because Megatron needs them only for rotary angles, which heads.py then selects by position.
-    `model_inputs` are here so that they reach all layers, even when layers are recomputed
-    (inputs.py).
+    This object contains `model_inputs` so that they reach all layers, even when layers are
+    recomputed (inputs.py).
     """
 
     shared: SharedPrompts | None = None
@@ -290,13 +290,13 @@ class PackedAttention(MegatronModule):
             raise ModelError(
                 "softmax_type of the family's transformer_config",
                 config.softmax_type,
-                "vanilla with layers of torch",
+                "vanilla with torch's layers",
                 "Give the family a layer_spec whose attention supports it.",
             )
         is_windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # Number of positions before its own that a query attends to; None for all.
+        # Number of earlier positions that a query attends to; None for all of them.
         self.num_before = int(config.window_size[0]) if is_windowed else None
         # Megatron's value for an unlimited window.
         if self.num_before is not None and self.num_before < 0:
@@ -372,7 +372,7 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
-        if self.soft_cap and mask is not None:  # with a cap, there always is a mask
+        if self.soft_cap and mask is not None:  # a soft cap always comes with a mask
             return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
         return F.scaled_dot_product_attention(
             query,

@@ -60,7 +60,7 @@ FIXED_KEYWORDS: dict[str, Any] = {
     # averaged.
     "calculate_per_token_loss": True,
     "finalize_model_grads_func": finalize_summed_gradients,
-    # Fusions that need apex; layers.py sets the fusions of transformer-engine.
+    # These fusions need apex; layers.py sets the fusions of transformer-engine.
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
@@ -157,8 +157,8 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         # interleaved schedule could be mismatched.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # True would synchronize the device after each exchange, which only old PyTorch versions
-        # need.
+        # True would synchronize the device after each exchange; only old PyTorch versions need
+        # this.
         "batch_p2p_sync": False,
         # gloo reads a tensor after isend has returned, so freeing it early would corrupt the
         # message.
@@ -184,7 +184,8 @@ def build_chunks(
         config: Configuration from `transformer_config`. Megatron's process groups must exist.
         head: 'lm' computes log-probabilities of target tokens, 'value' computes one value per
             token.
-        layers: Library that implements the layers; must be the one that `config` was built with.
+        layers: Library that implements the layers; must be the library for which `config` was
+            built.
         recompute: 'selective' recomputes the output of the feed-forward layers' activations.
         extra_inputs: Model inputs other than tokens.
     """

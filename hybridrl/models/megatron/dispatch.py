@@ -56,9 +56,9 @@ def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
 def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
     """Whether gathering is possible in this layout and sends no more than Megatron's all-to-all.
 
-    It is possible if the ranks that share a layer's experts hold parts of the same micro-batch. It
-    sends no more bytes if the number of these ranks does not exceed the number of experts per
-    token. `TrainLayout.gathers_tokens` implements the same rule for a layout.
+    Gathering is possible if the ranks that share a layer's experts hold parts of the same
+    micro-batch. It sends no more bytes than all-to-all if there are at most as many such ranks as
+    experts per token. `TrainLayout.gathers_tokens` implements the same rule for a layout.
 
     Args:
         groups: Megatron's process groups of this rank.
@@ -75,12 +75,12 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1) with operations
     reordered.
 
-    It counts the tokens per expert before the tokens arrive, and sorts routing weights together
-    with the tokens. Megatron's version waits for the device twice while nothing is in transit, and
-    reduces outputs in the router's data type, fp32.
+    The dispatcher counts the tokens per expert before the tokens arrive, and sorts routing weights
+    together with the tokens. Megatron's version waits for the device twice while nothing is in
+    transit, and reduces outputs in the router's data type, fp32.
     """
 
-    routing_map: Tensor | None  # Megatron does not annotate it
+    routing_map: Tensor | None  # Megatron has no type annotation for this
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns all tokens, (T, D), and their routing weights for this rank's experts, (T, E).

@@ -80,7 +80,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
-        is_shared = group.size() > 1 and rows_N.numel() > 0  # ranks of the group have equal rows
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # all ranks have the same rows
         if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
@@ -171,8 +171,7 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        # If the gradient was added to main_grad, _TokenStatsFunction returns the placeholder for
-        # it.
+        # If the gradient was added to main_grad, _TokenStatsFunction returns a placeholder instead.
         grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
@@ -240,7 +239,7 @@ class PackedModel(GPTModel):
     ) -> tuple[Any, ...]:
         extra = self.extra_inputs
         if extra is not None and extra.changes_embeddings and self.pre_process:
-            assert packed_seq_params is not None  # all passes use packed sequences
+            assert packed_seq_params is not None  # all forward passes use packed sequences
             kwargs["decoder_input"] = self._embedded(extra, packed_seq_params, **kwargs)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         is_scaled = kwargs.get("decoder_input") is not None

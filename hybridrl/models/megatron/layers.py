@@ -2,9 +2,9 @@
 
 Also builds the layers' ModuleSpecs. transformer-engine's layers fuse a norm into the following
 linear layer, attend over packed sequences with cuDNN, apply rotary positions with a fused kernel,
-and add weight gradients to Megatron's fp32 buffers inside the matrix product. They are used on CUDA
-in bf16 for families without their own `layer_spec`. Both kinds write the same checkpoints, because
-Megatron saves a torch layer's norms under transformer-engine's names
+and add weight gradients to Megatron's fp32 buffers inside the matrix product. transformer-engine's
+layers are used on CUDA in bf16 for families without their own `layer_spec`. Both kinds write the
+same checkpoints, because Megatron saves a torch layer's norms under transformer-engine's names
 (`sharded_state_dict_keys_map`).
 """
 
@@ -46,8 +46,9 @@ from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
 LayerKind = Literal["torch", "transformer_engine"]
 
-# Arguments that differ between the kinds; build.py sets the others. Megatron's fused dropout is not
-# used, because without dropout, and mostly without biases, there is nothing to fuse.
+# Arguments that differ between the kinds of layers; build.py sets the other arguments. Megatron's
+# fused dropout is not used, because without dropout, and mostly without biases, there is nothing to
+# fuse.
 KEYWORDS: dict[LayerKind, dict[str, Any]] = {
     "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
     "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
@@ -61,7 +62,7 @@ class Layers:
     Args:
         kind: Library that implements the modules.
         fuses_norms: Whether norms are parameters of the linear layers that follow them.
-        said: Log line that names the choice and its reason.
+        said: Log line that names the chosen library and the reason.
     """
 
     kind: LayerKind
@@ -109,8 +110,8 @@ def choose_layers(
             )
         reason = f"since {fault}"
     if fp8 != "none":
-        remedy = f"Set train.fp8=none. The layers are torch's here, {reason}."
-        raise UserError("train.fp8", fp8, "none with layers of torch", remedy)
+        remedy = f"Set train.fp8=none. This run uses torch's layers, {reason}."
+        raise UserError("train.fp8", fp8, "none with torch's layers", remedy)
     return Layers("torch", False, f"layers: torch, {reason}")
 
 
@@ -180,7 +181,7 @@ def _layer_spec(
 ) -> tuple[ModuleSpec, type]:
     if family.layer_spec is not None:
         layer, final_norm = family.layer_spec(config)
-        return copy.deepcopy(layer), final_norm  # a user's spec may also be used for other models
+        return copy.deepcopy(layer), final_norm  # several models may use a user's spec
     is_te = kind == "transformer_engine"
     layer, norm = (transformer_engine_layer_spec if is_te else torch_layer_spec)(config)
     if isinstance(config, MLATransformerConfig):
@@ -299,10 +300,10 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
 def use_grouped_gemm() -> None:
     """Makes transformer-engine compute all experts of a rank in one CUTLASS kernel on Hopper.
 
-    Otherwise it launches one cuBLAS kernel per expert, so the host limits the speed with many small
-    experts (benchmarks/results/train_moe_h200.json). transformer-engine reads the variable in every
-    call. Weight gradients, which are accumulated in fp32, still use cuBLAS. If the user has set the
-    variable, its value is kept.
+    Otherwise, transformer-engine launches one cuBLAS kernel per expert, so the host limits the
+    speed with many small experts (benchmarks/results/train_moe_h200.json). transformer-engine reads
+    the variable in every call. Weight gradients, which are accumulated in fp32, still use cuBLAS.
+    If the user has set the variable, its value is kept.
     """
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
@@ -447,7 +448,9 @@ class LeanMlp(MLP):
     def _activated(
         self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns activation(gate) * up; for experts, also times the router's weights, (T,)."""
+        """Returns activation(gate) * up, which for experts is multiplied by the router's weights,
+        (T,).
+        """
         if self.config.bias_activation_fusion:
             if scale is not None:
                 return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
@@ -466,7 +469,7 @@ class LeanExperts(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for expert in self.local_experts:  # SequentialMLP builds MLPs and ignores its spec
+        for expert in self.local_experts:  # SequentialMLP ignores its spec and builds MLPs
             expert.__class__ = LeanMlp
 
 

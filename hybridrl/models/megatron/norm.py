@@ -34,7 +34,7 @@ def rms_norm(
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, extended to inputs wider than its weight."""
+    """torch's RMSNorm, extended to inputs with a wider data type than the weight."""
 
     is_centered = False
 
@@ -44,13 +44,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CenteredNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + its weight (Gemma)."""
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
 
     is_centered = True
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm, extended to inputs wider than its weight."""
+    """torch's LayerNorm, extended to inputs with a wider data type than the weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x normalised, in its type."""
@@ -76,7 +76,7 @@ class TorchNorm:
             raise ModelError(
                 "layernorm_zero_centered_gamma of the family's transformer_config",
                 "true",
-                "false with normalization LayerNorm and layers of torch",
+                "false with normalization=LayerNorm and torch's layers",
                 "Give the family a layer_spec whose norms support it.",
             )
         kind: type[torch.nn.RMSNorm | torch.nn.LayerNorm] = LayerNorm

@@ -69,7 +69,7 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
 
 
 def set_rotary(model: Any, rotary: Rotary) -> None:
-    """Sets a GPTModel's rotary frequencies, including local ones for windowed layers.
+    """Sets a GPTModel's rotary frequencies, including local frequencies for windowed layers.
 
     If attention rotates only part of each head, this also sets the magnitude of sines and cosines.
     If it rotates whole heads, the softmax scale already includes the magnitude.
@@ -105,7 +105,8 @@ def _scale_rotated(attention: Any, magnitude: float) -> None:
 def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:
     """Returns the local or the global angles, (..., size), from Megatron's (..., 2 size).
 
-    Megatron repeats all frequencies, which are here the global and then the local ones.
+    Megatron repeats all frequencies, which here are the global frequencies followed by the local
+    ones.
     """
     kinds = both.unflatten(-1, (2, 2, -1))
     return kinds[..., int(is_local), :].flatten(-2)
@@ -118,7 +119,7 @@ def _choose_angles(model: Any) -> None:
         elif hasattr(part, "core_attention"):
             raise ModelError(
                 "rotary.local of the family's model_keywords",
-                "other angles for windowed layers",
-                f"none with {type(part).__name__}, which has one kind of angles",
-                "Give the family's layers hybridrl's NormedAttention.",
+                "different angles for windowed layers",
+                f"none with {type(part).__name__}, which supports only one kind of angles",
+                "Use hybridrl's NormedAttention in the family's layers.",
             )

@@ -64,7 +64,8 @@ class Router(TopKRouter):
         self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the experts' weights, 0 if not selected, and a mask of selected experts, (T, E).
+        """Returns each expert's weight (0 if it is not selected) and a mask of selected experts,
+        (T, E).
 
         In training, this also counts tokens and attaches the losses to the weights.
 
@@ -83,7 +84,7 @@ class Router(TopKRouter):
         self.router_replay = None
         if not (
             self.training and torch.is_grad_enabled()
-        ):  # recomputation runs a second forward pass
+        ):  # without this check, recomputation would count twice
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
         is_token_T = torch.ones_like(chosen_TE[:, 0])
@@ -178,7 +179,7 @@ def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> Non
     """Changes each expert's bias by `rate` to make the load more even.
 
     An expert's bias is decreased if the expert received more tokens than the layer's mean, and
-    increased if fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    increased if it received fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
 
     Args:
         chunks: This rank's chunks of a model whose routers have biases; frozen routers are skipped.
@@ -209,11 +210,11 @@ def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
         experts_per_token: Number of experts selected for each token.
 
     Returns:
-        `max_load`: number of tokens of the busiest expert in any layer, as a multiple of the
-        layer's mean; 1 means perfectly even. `unused_experts`: number of experts that received no
-        token, summed over layers. `routing_entropy`: entropy of the expert scores in nats, averaged
-        over tokens and layers. `max_load/layer_3` and `routing_entropy/layer_3` are the values for
-        one layer, numbered from 0.
+        `max_load`: number of tokens that the busiest expert in any layer received, as a multiple of
+        the layer's mean; 1 means perfectly even. `unused_experts`: number of experts that received
+        no token, summed over layers. `routing_entropy`: entropy of the expert scores in nats,
+        averaged over tokens and layers. `max_load/layer_3` and `routing_entropy/layer_3` are the
+        values for one layer, numbered from 0.
     """
     is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
     used = load[is_used_L]

@@ -1,10 +1,10 @@
 """Replays the experts that the rollout engine selected, instead of the router's own choice.
 
 Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
-(rollout routing replay). The router computes its own probabilities, with gradients, and uses them
-to weight the recorded experts as it would weight its own choice. The records are part of the
-micro-batch, so a layer that is recomputed in the backward pass uses the same experts. At positions
-without a record (padding, a sample's last token), the router's own choice is used.
+(rollout routing replay). The router computes its own probabilities, with gradients, and uses these
+probabilities to weight the recorded experts, as it would weight its own choice. The records are
+part of the micro-batch, so a layer that is recomputed in the backward pass uses the same experts.
+At positions without a record (padding, a sample's last token), the router's own choice is used.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ExpertInputs(ExtraInputs):
             return {}
         experts_SK = packed[ROUTED_EXPERTS].value
         if experts_SK.shape[1] != num_layers * per_token:
-            got = f"came with {experts_SK.shape[1]} experts per token"
+            got = f"contained {experts_SK.shape[1]} experts per token"
             raise _unfit(got, f"{per_token} experts per token in each of {num_layers} layers")
         low, high = map(int, experts_SK.aminmax()) if experts_SK.numel() else (0, 0)
         if low < 0 or high >= self._num_experts:
@@ -216,9 +216,9 @@ def replay_metrics(counts: Tensor, shape: ModelShape) -> dict[str, float]:
     Returns:
         `replayed_share`: over all layers with experts and all positions that predict response
         tokens, the share at which recorded experts were used; below 1 if a layer received no
-        record. `agreed_share`: share of the replayed experts that the trainer's router would also
-        have selected. `own_choice_tokens`: number of tokens without a record, averaged over layers.
-        Empty if no layer received a record.
+        record. `agreed_share`: share of the replayed experts that the trainer's own router would
+        also have selected. `own_choice_tokens`: number of tokens without a record, averaged over
+        layers. Empty if no layer received a record.
     """
     if shape.moe is None:
         raise ValueError("the model has no experts")

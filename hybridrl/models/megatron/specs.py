@@ -1,4 +1,4 @@
-"""Accesses the parts of Megatron-Core's layer specs, which differ between versions.
+"""Accesses the parts of Megatron-Core's layer specs, which differ between Megatron-Core versions.
 
 In 0.16.1, a part is a `ModuleSpec` with a class and its submodules. In 0.19, feed-forward layers,
 mixtures of experts and their parts are a `functools.partial` of a class, of its class method
