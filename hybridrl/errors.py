@@ -14,6 +14,14 @@ MAX_PART_CHARACTERS = (
 )
 
 
+class _Missing(str):
+    """Type of `MISSING`."""
+
+
+MISSING = _Missing("nothing")
+"""Value in an error about a key, option, file or tensor that is missing."""
+
+
 def short(value: object, max_characters: int = 80) -> str:
     """Returns the repr of any value for a message, shortened and on one line. Never raises."""
     try:
@@ -83,8 +91,11 @@ class UserError(Exception):
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
-        found, possible = _part(value), _part(allowed)
-        super().__init__(f"{_part(name)}: got {found}; allowed: {possible}. {_part(remedy)}")
+        super().__init__(self._message(*self.parts()))
+
+    def _message(self, name: str, value: str, allowed: str, remedy: str) -> str:
+        found = " is missing" if isinstance(self.value, _Missing) else f": got {value}"
+        return f"{name}{found}; allowed: {allowed}. {remedy}"
 
     def parts(self) -> tuple[str, str, str, str]:
         """Returns name, value, allowed values and remedy as shortened texts."""
@@ -118,6 +129,15 @@ class ConfigError(UserError):
             {"key": v.name, "value": _part(v.value), "allowed": v.allowed, "remedy": v.remedy}
             for v in self.violations
         ]
+
+
+class UnknownKeyError(UserError):
+    """A key that a section of the configuration does not have; `allowed` lists the keys that it
+    has.
+    """
+
+    def _message(self, name: str, value: str, allowed: str, remedy: str) -> str:
+        return f"{name}: {value}. {remedy} Allowed: {allowed}."
 
 
 class DataError(UserError):

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import hybridrl
+from hybridrl.config.hub import DATASET_FORM, DATASETS, MODEL_FORM, dataset_name, model_name
+from hybridrl.config.schema import ModelConfig
+from hybridrl.config.source import read_model_config
 from hybridrl.config.starter import (
     Start,
     has_no_weights,
@@ -21,9 +26,14 @@ from hybridrl.config.starter import (
     known_positions,
     starter_text,
 )
-from hybridrl.errors import UserError
+from hybridrl.errors import ModelError, UserError
+from hybridrl.models.family import read_model
+from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.rewards.functions import REWARDS
 from hybridrl.rollout.registry import ENGINES, offered_engines, usual_engine
+
+ROW_FILES = (".jsonl", ".parquet")
 
 
 def init(
@@ -60,9 +70,12 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented starter configuration for a model and a task."""
-    if Path(model).is_file():
-        remedy = "Pass its folder; to start from random weights, set model.init."
-        raise UserError("MODEL", model, "an HF directory or a hub name", remedy)
+    _check_model("MODEL", model)
+    if teacher is not None:
+        _check_model("--teacher", teacher)
+    _check_source(prompts)
+    if reward is not None:
+        _check_reward(reward)
     used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
         remedy = "`hybridrl check` lists the installed engines."
@@ -79,13 +92,67 @@ def init(
         positions=known_positions(model),
         reward=reward,
         is_fresh=has_no_weights(model),
+        num_parameters=known_parameters(model),
     )
     text = starter_text(start)
     file = output or Path(f"{task}.yaml")
-    _refuse_existing(file, "--output")
+    _refuse_existing(file, "pass another path with --output")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     typer.echo(f"wrote {file}\nnext: hybridrl plan {file}\n      hybridrl train {file}")
+
+
+def known_parameters(model: str) -> int | None:
+    """Returns the number of parameters of a model whose directory is local; None for a hub name, or
+    if no family supports the model.
+    """
+    if not Path(model).expanduser().is_dir():
+        return None
+    try:
+        family, shape = read_model(None, read_model_config(ModelConfig(init=model)))
+    except ModelError:  # the fault is reported when the model is used
+        return None
+    return sum(map(prod, hf_shapes(family, shape).values()))
+
+
+def _check_model(name: str, model: str) -> None:
+    """Raises UserError if there is no such folder and the name cannot be one of the hub."""
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        remedy = "Pass its folder; to start from random weights, set model.init."
+        raise UserError(name, model, "an HF directory or a hub name", remedy)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        remedy = "Correct the path, or export a run with `hybridrl convert RUN OUT --to hf`."
+        raise UserError(name, f"{model} (no config.json in it)", MODEL_FORM, remedy)
+    if not folder.is_dir() and model_name(model) is None:
+        raise UserError(name, f"{model} (no such folder)", MODEL_FORM, "Correct the path.")
+
+
+def _check_source(source: str) -> None:
+    """Raises UserError if a source of prompts is not a path that exists, and not of the form of a
+    data set on the hub.
+    """
+    if source.startswith(DATASETS):
+        if dataset_name(source) is None:
+            raise UserError("--prompts", source, DATASET_FORM, "Correct the name.")
+        return
+    path = Path(source)
+    if path.exists():
+        return
+    files = [file.name for file in path.parent.glob("*") if file.suffix in ROW_FILES]
+    near = get_close_matches(path.name, files, n=1, cutoff=0.5) or sorted(files)[:1]
+    remedy = f"Did you mean {str(path.parent / near[0])!r}?" if near else "Correct the path."
+    allowed = f"a JSONL or parquet file or a data set's folder that exists, or {DATASET_FORM}"
+    raise UserError("--prompts", f"{source} (no such file)", allowed, remedy)
+
+
+def _check_reward(name: str) -> None:
+    """Raises UserError for an unknown name. Your own function need not exist yet."""
+    if ":" not in name and name not in REWARDS:
+        near = get_close_matches(name, REWARDS, n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+        allowed = f"{', '.join(REWARDS)} or module:function"
+        raise UserError("--reward", name, allowed, remedy)
 
 
 def examples(
@@ -97,7 +164,7 @@ def examples(
     relative to it.
     """
     folder = target / "examples"
-    _refuse_existing(folder, "DST")
+    _refuse_existing(folder, "pass another folder as DST")
     shutil.copytree(
         examples_folder(), folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
     )
@@ -113,8 +180,7 @@ def examples_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "examples"
 
 
-def _refuse_existing(path: Path, name: str) -> None:
+def _refuse_existing(path: Path, remedy: str) -> None:
     if os.path.lexists(path):
-        raise UserError(
-            name, path, "a path that does not exist", "Remove it, or choose another path."
-        )
+        found = "an existing folder" if path.is_dir() else "an existing file"
+        raise UserError(str(path), found, "a path that does not exist", f"Remove it, or {remedy}.")

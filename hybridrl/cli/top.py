@@ -51,9 +51,9 @@ def run_text(folder: Path) -> str:
     """
     logs, file, config = folder / "logs", folder / METRICS, folder / "config.yaml"
     if not logs.is_dir():
-        raise UserError(
-            "RUN", folder, "a run folder", "Correct the path; run folders are in run.dir."
-        )
+        found = "a folder without logs" if folder.is_dir() else "no such folder"
+        remedy = "Correct the path; run folders are in run.dir, by default `runs`."
+        raise UserError(str(folder), found, "a run folder", remedy)
     holds = holder(folder)
     is_running = holds is not None and not holds.is_stale(folder)
     state = f"held by {holds}" if is_running else _end_of(folder)

@@ -29,7 +29,7 @@ from hybridrl.config.interpolation import (
 from hybridrl.config.other_systems import SECTIONS_ELSEWHERE, counterpart
 from hybridrl.config.schema import Config
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
-from hybridrl.errors import ConfigError, UserError, said, short
+from hybridrl.errors import MISSING, ConfigError, UnknownKeyError, UserError, said, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
@@ -228,7 +228,7 @@ def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserErro
             sections = ", ".join(Config.model_fields)
             for key in leaves:
                 remedy = _as_elsewhere(key) or f"Remove it; {OTHER_NAMES} lists counterparts."
-                yield UserError(key, "an unknown section", sections, remedy)
+                yield UnknownKeyError(key, "unknown section", sections, remedy)
             return
     yield _violation(details, written)
 
@@ -257,7 +257,7 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
         return _unknown_key(key, parts[-1], section)
     if kind == "missing":
         return UserError(
-            key, "nothing", "a value", f"Set {key} in the config.{_meaning(section, parts[-1])}"
+            key, MISSING, "a value", f"Set {key} in the config.{_meaning(section, parts[-1])}"
         )
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _unknown_algorithm(f"{key}.name", details["input"])
@@ -310,7 +310,7 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
         likely = sorted(known, key=lambda k: _likeness(name, k))[-NUM_LIKELY:]
         shown = ", ".join(k for k in known if k in likely)
         allowed = f"{shown} and {len(known) - NUM_LIKELY} more"
-    return UserError(key, "an unknown key", allowed, _hint(key, name, known))
+    return UnknownKeyError(key, "unknown key", allowed, _hint(key, name, known))
 
 
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
@@ -359,4 +359,4 @@ def _unknown_algorithm(key: str, given: object) -> UserError:
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
     near = nearest_algorithm(str(name))
     remedy = f"Did you mean '{near}'?" if near else f"Set {key}."
-    return UserError(key, "nothing" if name is None else short(name), allowed, remedy)
+    return UserError(key, MISSING if name is None else short(name), allowed, remedy)

@@ -13,7 +13,7 @@ from hybridrl.config.schema import (
     PpoConfig,
     RewardModelConfig,
 )
-from hybridrl.errors import UserError
+from hybridrl.errors import MISSING, UserError
 
 GREEDY = "greedy"  # batch.GREEDY: name of the reward part that baseline greedy adds
 
@@ -113,7 +113,7 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
     ):
         yield UserError(
             "algorithm.part_weights",
-            "nothing",
+            MISSING,
             f"one weight per part, because the reward's weights {weights} have no effect when its "
             f"parts are normalised",
             f"Set algorithm.part_weights={weights}, or other weights.",

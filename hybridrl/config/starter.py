@@ -31,7 +31,18 @@ ON_CPU = "Small, so that a step on a CPU is short; raise it on GPUs."
 EXPORTED = "hf"  # subfolder of a run for converted weights, used in the documentation
 USUAL_PROMPT, USUAL_RESPONSE = 512, 1024  # tokens
 CPU_RESPONSE = 64  # tokens; a step of a small model then takes seconds to minutes on a CPU
-FRESH_RATE = 1e-3  # for small models with random weights; use 3e-4 for billions of parameters
+TINY, SMALL = 20e6, 300e6  # parameters
+# Peak learning rates of models below TINY, models below SMALL, and larger ones or models of unknown
+# size. They are the rates of the examples: quickstart (0.8 M parameters), arithmetic_gpu (76 M) and
+# smollm2 (135 M). The others are usual for models of billions of parameters.
+RATES: dict[str, tuple[float, float, float]] = {
+    "random weights": (1e-3, 3e-4, 3e-4),
+    "samples": (1e-4, 1e-5, 1e-6),
+    "responses": (1e-4, 2e-5, 1e-5),
+    "feedback": (5e-5, 5e-6, 5e-7),
+    "critic": (3e-4, 1e-4, 1e-5),
+}
+HELD_OUT_SHARE = 0.05
 LAST_WORD = r"(\S+?)\.?\s*$"  # the last word without its full stop
 ABOUT_ANSWERS = (
     "To ask for a certain form of answer, set data.system_prompt and a matching extract, such as "
@@ -56,6 +67,7 @@ class Start:
         reward: 'package.module:function' or a reward's name. By default the response's last word is
             compared with the answer.
         is_fresh: Whether the model has a config.json but no weights yet.
+        num_parameters: Number of the model's parameters; None if unknown.
     """
 
     task: str
@@ -68,6 +80,14 @@ class Start:
     positions: int | None = None
     reward: str | None = None
     is_fresh: bool = False
+    num_parameters: int | None = None
+
+    def rate(self, kind: str) -> float:
+        """Returns the learning rate in `RATES` for this kind of training and the model's size."""
+        tiny, small, large = RATES[kind]
+        if self.num_parameters is None or self.num_parameters >= SMALL:
+            return large
+        return tiny if self.num_parameters < TINY else small
 
     @property
     def runs_on_gpus(self) -> bool:
@@ -126,7 +146,8 @@ def starter_text(start: Start) -> str:
     """Returns the YAML text.
 
     Raises:
-        UserError: The algorithm is unknown or lacks its teacher.
+        UserError: The algorithm is unknown, lacks its teacher, or uses no reward although one is
+            named.
     """
     _check_task(start)
     values = _sections(start, _algorithm(start))
@@ -135,7 +156,8 @@ def starter_text(start: Start) -> str:
         f"# Trains {start.model} with {start.task}. To see whether it fits into memory: hybridrl "
         f"plan FILE",
         "# Any knob can also be set on the command line: hybridrl train FILE train.tp=2",
-        "# All other knobs keep their defaults; the documentation lists them.",
+        "# All other knobs keep their defaults: docs/reference/knobs.md describes them, and the",
+        "# file config.yaml in the run's folder lists their values.",
         "# For an automatic layout add `layout: auto`, and remove tp, pp and micro_batch_tokens.",
     ]
     for name, knobs in values.items():
@@ -159,9 +181,9 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
     found: dict[str, Knobs] = {
         "run": {"name": (name, "")},
         "model": {("init" if start.is_fresh else "path"): (start.model, "")},
-        "train": _train(needs, is_fresh=start.is_fresh),
+        "train": _train(start, needs),
         "rollout": _rollout(start, needs),
-        "algorithm": {"name": (start.task, "Its formula and source are in the documentation.")},
+        "algorithm": {"name": (start.task, "Its formula and source are in docs/algorithms.md.")},
         "data": _data(start, needs),
     }
     if start.teacher is not None:
@@ -194,27 +216,37 @@ def _model_name(model: str) -> str:
     return re.sub(r"[^a-z0-9_.-]", "-", name.lower()).lstrip("_.-") or "run"
 
 
-def _train(needs: Needs, *, is_fresh: bool) -> Knobs:
-    rate = (1e-6, "") if needs.rollouts else (1e-5, "Usual for learning from given responses.")
+def _train(start: Start, needs: Needs) -> Knobs:
+    kind, reason = "samples", ""
+    if not needs.rollouts:
+        kind, reason = "responses", "Usual for learning from given responses."
     if needs.feedback is not None and not needs.rollouts:
-        rate = (5e-7, "Usual for preferences, whose losses change log-probabilities a lot.")
+        kind = "feedback"
+        reason = "Usual for preferences, whose losses change log-probabilities a lot."
     if not needs.policy:
-        rate = (1e-5, "The head is untrained at the start; all other weights are pretrained.")
-    if is_fresh:
-        rate = (
-            FRESH_RATE,
-            "Random weights allow a high rate; use 3e-4 above a billion parameters.",
-        )
+        kind = "responses"
+        reason = "The head is untrained at the start; all other weights are pretrained."
+    if start.is_fresh:
+        kind, reason = "random weights", "Random weights allow a high rate."
+    tiny, small, large = RATES[kind]
+    rate = start.rate(kind)
+    if start.num_parameters is None:
+        higher = [f"{small:g} below {SMALL / 1e6:g} M parameters"] if small != large else []
+        higher.append(f"{tiny:g} below {TINY / 1e6:g} M")
+        reason += f" Small models need a higher rate: {', '.join(higher)}."
+    elif rate != large:
+        size = f"{start.num_parameters / 1e6:.3g} M parameters"
+        reason += f" Small models need a high rate, and this one has {size}."
     found: Knobs = {
         "tp": (1, ""),
         "pp": (1, ""),
         "micro_batch_tokens": (8192, "Lower it first if memory is short."),
-        "learning_rate": rate,
+        "learning_rate": (rate, reason.strip()),
         "warmup_steps": (5, "Without warm-up, Adam's first steps are too large."),
     }
     if needs.values and needs.policy:
         found["critic_learning_rate"] = (
-            1e-5,
+            start.rate("critic"),
             "High, because the critic's head is untrained at the start.",
         )
     return found
@@ -248,13 +280,21 @@ def _data(start: Start, needs: Needs) -> Knobs:
     why = "False for a base model." if start.chat else ""
     found["chat_template"] = (start.chat, why)
     found["max_prompt_tokens"] = (start.max_prompt_tokens, "")
-    if needs.rollouts and not needs.has_teacher:
+    if _is_evaluated(needs):
+        what = "prompts" if needs.rollouts else "rows"
         found["eval_share"] = (
-            0.05,
-            "The model is evaluated on these prompts before and after the run, and never trained "
-            "on them.",
+            HELD_OUT_SHARE,
+            f"The model is evaluated on these {what} before, during and after the run, and never "
+            "trained on them.",
         )
     return found
+
+
+def _is_evaluated(needs: Needs) -> bool:
+    """Whether rows are held out: for the accuracy, or for the loss on given responses. Data for
+    on-policy distillation needs no answers, so there is nothing to measure.
+    """
+    return not (needs.rollouts and needs.has_teacher)
 
 
 def _steps(start: Start, needs: Needs) -> Knobs:
@@ -265,7 +305,7 @@ def _steps(start: Start, needs: Needs) -> Knobs:
         "prompts_per_step": (8, ON_CPU) if is_short else (64, ""),
         "samples_per_prompt": samples,
         "num_steps": (100, ""),
-        "eval_every": (20 if needs.rollouts and not needs.has_teacher else 0, ""),
+        "eval_every": (20 if _is_evaluated(needs) else 0, ""),
     }
 
 
@@ -297,6 +337,9 @@ def _check_task(start: Start) -> None:
         remedy = f"Remove it: {start.task} does not use a teacher."
         raise UserError("--teacher", start.teacher, "no value", remedy) from error
     assert needs.has_teacher == (start.teacher is not None)
+    if start.reward is not None and not needs.rollouts:
+        remedy = f"Remove it: {start.task} learns from given responses."
+        raise UserError("--reward", start.reward, "no value", remedy)
 
 
 def _plain(knobs: Knobs) -> dict[str, Any]:

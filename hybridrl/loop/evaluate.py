@@ -17,7 +17,7 @@ from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import Prompt, ScoredBatch
-from hybridrl.errors import UserError
+from hybridrl.errors import MISSING, UserError
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.engine_phases import EnginePhases
 from hybridrl.loop.journal import Journal
@@ -264,7 +264,7 @@ def evaluate(
     if not what.prompts:
         raise UserError(
             "data.eval_prompts",
-            "nothing",
+            MISSING,
             "prompts to evaluate on",
             "Set data.eval_prompts, data.eval_share or eval.sets.",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
+from hybridrl.config.starter import EXPORTED
 from hybridrl.data.end_tokens import turn_end
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import export_hf
@@ -155,6 +157,16 @@ class Exports:
             found = _EXPORT.fullmatch(path.name)
             if found is not None and not (checkpoints / found[1]).is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def export_command(config: Config) -> str | None:
+    """Returns the command that exports a run's newest checkpoint; None if there is an export."""
+    folder = run_folder(config)
+    target = folder / EXPORTED
+    if config.checkpoint.export_hf or target.exists():
+        return None
+    family = [] if config.model.family is None else ["--family", config.model.family]
+    return shlex.join(["hybridrl", "convert", str(folder), str(target), "--to", "hf", *family])
 
 
 def model_card(

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from hybridrl.config.files import replace_text
+from hybridrl.config.files import replace_text, shown
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import CheckpointConfig, Config
 from hybridrl.console import say
@@ -189,7 +189,7 @@ class Journal(Observer):
         """Returns a line for each knob that has changed since the run last trained."""
         saved = saved_config(self.config)
         changed = {} if saved is None else changed_knobs(saved, self.config)
-        return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
+        return [f"{key} {shown(before)} -> {shown(now)}" for key, (before, now) in changed.items()]
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
         """Returns metrics of sampled responses: their rewards, and the fraction of responses that
@@ -270,13 +270,13 @@ class Journal(Observer):
         """Reports that all steps of the run are already finished. Writes `summary.json` only if it
         is missing, which happens if a signal arrived during the last step.
         """
-        goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
+        goal = f"step {done}" if done >= last else f"steps.stop_at_accuracy after step {done}"
         self.notify(
-            f"{self.folder} has reached {goal} (finished steps: {done}): nothing is left to train. "
-            "Raise steps.num_steps to continue, or choose another run.name to start a new run."
+            f"{self.folder} has reached {goal}: nothing is left to train. Raise steps.num_steps to "
+            "continue, or choose another run.name to start a new run."
         )
         for change in self._changes() if self.is_writer else ():
-            self.notify(f"not used: {change}")
+            self.notify(f"changed, but without effect: {change}")
         summary = self._summary(evaluations, seconds)
         if self.is_writer and not (self.folder / SUMMARY).exists():
             self._write_summary(summary)

@@ -44,7 +44,7 @@ from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.data.prompt_store import unless_checked
 from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
-from hybridrl.errors import ConfigError, DataError, UserError
+from hybridrl.errors import MISSING, ConfigError, DataError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
@@ -340,7 +340,7 @@ def _raise_all(found: list[UserError]) -> None:
 
 def _no_file(key: str, command: str, remedy: str | None = None) -> UserError:
     allowed = f"a JSONL file or other source, for {command}"
-    return UserError(key, "nothing", allowed, remedy or f"Set {key} to a file.")
+    return UserError(key, MISSING, allowed, remedy or f"Set {key} to a file.")
 
 
 def _trackers(config: Config) -> Iterator[UserError]:

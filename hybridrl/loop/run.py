@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hybridrl.config.schema import Config
 from hybridrl.loop.evaluate import Evaluation
+from hybridrl.loop.exports import export_command
 from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel import heartbeat
 
@@ -25,6 +26,8 @@ def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest")
     except SystemExit as stop:
         code = int(str(stop.code))
     else:
+        if (command := export_command(config)) is not None:
+            trainer.journal.notify(f"to export the model as an HF directory: {command}")
         trainer.close()
         return 0
     heartbeat.leave()  # while rank 0 still closes trackers, it must not report this rank as failed

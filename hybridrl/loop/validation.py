@@ -85,7 +85,10 @@ class Validation(Observer):
             if name.removeprefix("eval/") in KEPT
         }
         if number == 0:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.items()))
+            shown = ", ".join(
+                f"{name.replace('eval/', 'held-out ')} {value:.4g}"
+                for name, value in sorted(found.items())
+            )
             self._journal.notify(f"before training: {shown}")
         return found
 

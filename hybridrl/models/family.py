@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
 from hybridrl.config.own_code import imported
-from hybridrl.errors import ModelError, UserError
+from hybridrl.errors import MISSING, ModelError, UserError
 from hybridrl.models.families import FAMILIES
 from hybridrl.models.hf.config_keys import DECODER_KEYS, check_keys, check_values
 
@@ -372,7 +372,7 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
         allowed = f"{family.name!r}, from architectures" if model_type else "the model's type"
         raise ModelError(
             "config.json: model_type",
-            "nothing" if model_type is None else shown(model_type),
+            MISSING if model_type is None else shown(model_type),
             allowed,
             "Engines would run a different model: download config.json again, or correct the key.",
         )

@@ -22,7 +22,7 @@ from typing import Any
 from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.own_code import imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
-from hybridrl.errors import UserError
+from hybridrl.errors import MISSING, UserError
 from hybridrl.rewards.answers import Choice, ExactMatch, Gsm8k, Math
 from hybridrl.rewards.instructions import Instructions
 from hybridrl.rewards.remote import Remote
@@ -234,7 +234,7 @@ def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any
         if parameter.default is parameter.empty and option not in options:
             raise UserError(
                 f"reward.options.{option}",
-                "nothing",
+                MISSING,
                 f"a value, which function {name} requires",
                 f"Set reward.options.{option}.",
             )

@@ -20,7 +20,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.data.mixture import prompt_source
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows
 from hybridrl.data.supervised import supervised_batch
-from hybridrl.errors import UserError
+from hybridrl.errors import MISSING, UserError
 from hybridrl.roles.auxiliary import errors_of_term, make_auxiliary_losses
 from hybridrl.roles.policy import TERM_TEMPERATURE
 from hybridrl.roles.roles import Roles
@@ -116,5 +116,5 @@ def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
         key = f"mix.{name}.data.prompts"
         if term.data.prompts is None and name not in given:
             raise UserError(
-                key, "nothing", "a source of rows", f"Set {key}, or pass mix={{{name!r}: rows}}."
+                key, MISSING, "a source of rows", f"Set {key}, or pass mix={{{name!r}: rows}}."
             )

@@ -148,7 +148,7 @@ def test_a_dry_run_prints_the_file_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--slurm", "--slots", "2"), "--nodes: got nothing"),
+        (("--slurm", "--slots", "2"), "--nodes is missing"),
         (("--slurm", "--nodes", "1", "--slots", "3"), "train.tp"),
         (("--slurm", "--nodes", "1", "--slots", "2", "--world", "2"), "--world"),
         (("--slurm", "--nodes", "1", "--slots", "2", "--sbatch", "p"), "--sbatch"),

@@ -67,7 +67,7 @@ def test_a_finished_run_says_so_and_keeps_the_configuration_it_was_trained_with(
         assert again["reward_last_10"] == first["reward_last_10"] and again["seconds"] > 0
     said = capsys.readouterr().out
     assert "has reached step 2" in said and "steps.num_steps" in said
-    assert "not used: train.learning_rate 0.0001 -> 0.5" in said
+    assert "changed, but without effect: train.learning_rate 0.0001 -> 0.5" in said
     assert {p: p.read_bytes() for p in (tmp_path / NAME).glob("*.*")} == before
     # A run that goes on says what changed, and keeps it.
     with small_run(tmp_path, TOLD, "steps.num_steps=3", changed) as trainer:

@@ -107,7 +107,8 @@ def test_wheel_trains_in_an_environment_of_its_own(installed: Path, tmp_path: Pa
     knobs = ["steps.num_steps=2", "steps.eval_every=0", "train.tp=1", "train.pp=1"]
     run([hybridrl, "train", config, *knobs, "data.eval_limit=8"], tmp_path, **libraries)
     assert (tmp_path / "runs" / "quickstart-sft" / "summary.json").exists()
-    run([hybridrl, "init", "sft", "examples/quickstart/model"], tmp_path, **libraries)
+    rows = ["--prompts", "examples/quickstart/sft.jsonl"]
+    run([hybridrl, "init", "sft", "examples/quickstart/model", *rows], tmp_path, **libraries)
     run([hybridrl, "plan", "sft.yaml"], tmp_path, **libraries)
 
 

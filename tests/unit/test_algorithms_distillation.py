@@ -168,7 +168,7 @@ def section(**algorithm: object) -> object:
 def test_the_teacher_has_to_be_named_and_a_penalty_needs_a_reward():
     for name in ("on_policy_distillation", "distillation", "gkd"):
         assert section(name=name, teacher="t").teacher == "t"
-        with pytest.raises(ConfigError, match=r"algorithm\.teacher: got nothing"):
+        with pytest.raises(ConfigError, match=r"algorithm\.teacher is missing"):
             section(name=name)
     with pytest.raises(ConfigError, match="overlong_max_tokens: got 5000; allowed: no value"):
         section(name="on_policy_distillation", teacher="t", overlong_max_tokens=5000)

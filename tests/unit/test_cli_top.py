@@ -153,8 +153,10 @@ def test_top_reads_a_run_that_has_just_begun(
 
 
 def test_top_refuses_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a run folder"):
-        run_text(tmp_path)
+    for path, found in ((tmp_path, "a folder without logs"), (tmp_path / "a", "no such folder")):
+        with pytest.raises(UserError) as caught:
+            run_text(path)
+        assert str(caught.value).startswith(f"{path}: got {found}; allowed: a run folder.")
 
 
 def test_top_tells_of_ranks_without_progress_until_a_step_is_taken(folder: Path) -> None:

@@ -190,7 +190,9 @@ def test_starters_of_the_documentation_are_written(
     lines = {line for _, line in commands() if " init " in f" {line} "}
     assert len(lines) >= 5
     for line in sorted(lines):
-        words = [*shlex.split(line)[1:], "--output", str(tmp_path / "written.yaml")]
+        words = shlex.split(line)[1:]
+        (tmp_path / words[words.index("--prompts") + 1]).touch()
+        words += ["--output", str(tmp_path / "written.yaml")]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, f"{line}\n{done.exception}"
         load_config(tmp_path / "written.yaml")

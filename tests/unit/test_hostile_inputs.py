@@ -85,7 +85,7 @@ def test_a_hostile_data_file_is_refused_by_file_and_row(name: str, tmp_path: Pat
 
 OVERRIDES = {
     "run.seed=!!bool x": "run.seed: got '!!bool x'",
-    f"run.{LONG}=1": "an unknown key",
+    f"run.{LONG}=1": "unknown key",
     f"run.name={LONG}": "run.name: got 'nnn",
     f"run.dir={LONG}": "run.dir: got 'nnn",
     'run.dir="a\\x00b"': "contain no NUL",

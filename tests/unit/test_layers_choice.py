@@ -94,6 +94,8 @@ def test_fp8_is_refused_where_layers_are_not_transformer_engines(
     cpu = Platform(torch.device("cpu"), "gloo")
     with pytest.raises(UserError, match="no CUDA GPU") as caught:
         choose_layers("auto", QWEN2, torch.bfloat16, cpu, False, "hybrid")
+    found = choose_layers("auto", QWEN2, torch.float32, cpu, False)
+    assert found.said == "layers: torch, since there is no CUDA GPU"
     assert caught.value.name == "train.fp8" and "train.fp8=none" in caught.value.remedy
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(UserError, match="compute capability 8.0"):

@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     ),
     "config no model": (text("config.json", "{}"), "architectures: got none"),
     # sizes
-    "layers absent": (config(num_hidden_layers=...), "num_hidden_layers: got nothing"),
+    "layers absent": (config(num_hidden_layers=...), "num_hidden_layers is missing"),
     "layers negative": (config(num_hidden_layers=-2), "num_hidden_layers: got -2"),
     "layers zero": (config(num_hidden_layers=0), "num_hidden_layers: got 0"),
     "layers true": (config(num_hidden_layers=True), "num_hidden_layers: got true"),
@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "key-value heads zero": (config(num_key_value_heads=0), "num_key_value_heads: got 0"),
     "head odd": (config(head_dim=7), "head_dim: got 7; allowed: an even number"),
     "head object": (config(head_dim={}), "head_dim: got {}"),
-    "positions absent": (config(max_position_embeddings=...), "max_position_embeddings: got"),
+    "positions absent": (config(max_position_embeddings=...), "max_position_embeddings is missing"),
     "epsilon text": (config(rms_norm_eps="x"), 'rms_norm_eps: got "x"'),
     "epsilon NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps: got NaN"),
     "epsilon negative": (config(rms_norm_eps=-1e-6), "rms_norm_eps: got -1e-06"),
@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "architectures numbers": (config(architectures=[3]), "architectures: got [3]"),
     "architecture unknown": (config(architectures=["X\ud800"]), r'architectures: got "X\ud800"'),
     "type of another": (config(model_type="llama"), "model_type: got \"llama\"; allowed: 'qwen3'"),
-    "type absent": (config(model_type=...), "model_type: got nothing"),
+    "type absent": (config(model_type=...), "model_type is missing"),
     "type a list": (config(architectures=..., model_type=["qwen3"]), "architectures: got none"),
     "dtype unknown": (config(torch_dtype="float99"), "torch_dtype: got float99"),
     "dtype list": (config(dtype=["float32"]), 'dtype: got ["float32"]'),
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "rope theta inside": (config(rope_parameters={"rope_theta": 0}), "rope_theta: got 0"),
     "rope YaRN without its original length": (
         config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "rope_scaling.original_max_position_embeddings: got nothing; allowed: a number",
+        "rope_scaling.original_max_position_embeddings is missing; allowed: a number",
     ),
     "rope of no kind": (
         config(rope_scaling={"rope_type": "ntk", "factor": 4.0}),
@@ -278,7 +278,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
         config(rope_scaling={"rope_type": "linear", "type": "yarn", "factor": 2}),
         "rope_scaling.type: got yarn",
     ),
-    "rope no factor": (config(rope_scaling={"type": "linear"}), "rope_scaling.factor: got nothing"),
+    "rope no factor": (config(rope_scaling={"type": "linear"}), "rope_scaling.factor is missing"),
     "rope unknown part": (
         config(rope_parameters={"rope_type": "default", "mrope_section": [1]}),
         "rope_parameters.mrope_section: got [1]",
@@ -315,21 +315,21 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "index surrogate": (norm_in("\ud800.safetensors"), r'got "\ud800.safetensors"'),
     "index null": (norm_in(None), "got null"),
     "index dots": (norm_in(".."), 'got ".."'),
-    "index missing file": (norm_in("other.safetensors"), "other.safetensors: got nothing"),
+    "index missing file": (norm_in("other.safetensors"), "other.safetensors is missing"),
     "index key twice": (
         text(INDEX, f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}'),
         "a repeated key",
     ),
     "index tensor nowhere": (
         weight_map(lambda found: found.update({"x\ud800": SHARD})),
-        r'tensor "x\ud800": got nothing in',
+        r'tensor "x\ud800": got no entry in',
     ),
-    "shard outside": (outside, f"{SHARD}: got nothing"),
+    "shard outside": (outside, f"{SHARD} is missing"),
     "shard empty": (text(SHARD, ""), f"{SHARD}: got a damaged file"),
     "shard garbage": (text(SHARD, b"\xff" * 999), f"{SHARD}: got a damaged file"),
     "shard directory": (instead(SHARD, Path.mkdir), f"{SHARD}: got a directory"),
     "shard pipe": (instead(SHARD, os.mkfifo), f"{SHARD}: got a pipe"),
-    "shard broken link": (instead(SHARD, lambda f: f.symlink_to("x")), f"{SHARD}: got nothing"),
+    "shard broken link": (instead(SHARD, lambda f: f.symlink_to("x")), f"{SHARD} is missing"),
     "shard zeros": (instead(SHARD, huge), f"{SHARD}: got a damaged file"),
     "single directory": (lambda f: (f / "model.safetensors").mkdir(), "got a directory"),
     "single pipe": (lambda f: os.mkfifo(f / "model.safetensors"), "got a pipe"),
@@ -513,5 +513,5 @@ def test_model_directory_that_is_whole_is_taken(
 
 def test_reward_model_without_a_value_head_is_refused(whole: Path) -> None:
     scorer = {"function": "reward_model", "options": {"path": str(whole / "model")}}
-    with pytest.raises(ConfigError, match="tensor score.weight in .*got nothing"):
+    with pytest.raises(ConfigError, match="tensor score.weight in .*is missing"):
         judge(whole, reward=scorer)

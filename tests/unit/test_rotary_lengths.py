@@ -124,7 +124,7 @@ def changed(**scaling: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (changed(short_factor=None), "rope_scaling.short_factor: got nothing"),
+        (changed(short_factor=None), "rope_scaling.short_factor is missing"),
         (changed(long_factor=[1.0] * 7), "long_factor: got 7 numbers; allowed: a list of 8"),
         (changed(long_factor=8), "long_factor: got 8; allowed: a list of 8"),
         (changed(short_factor=[1.0] * 7 + [0]), "short_factor.7: got 0"),

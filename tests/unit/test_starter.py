@@ -24,7 +24,8 @@ TAUGHT = ("on_policy_distillation", "distillation", "gkd")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the config.json of a 7B model."""
+    """A working folder with the config.json of a 7B model, and with rows."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN25_7B))
     monkeypatch.chdir(tmp_path)
@@ -70,7 +71,14 @@ def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
         (["gkd", "model"], "--teacher", "gkd learns from a teacher"),
         (["grpo", "model", "--teacher", "model"], "--teacher", "grpo does not use a teacher"),
         (["grpo", "model", "--engine", "vlm"], "--engine", "allowed: hf, vllm, sglang."),
-        (["grpo", "model", "--output", "model"], "--output", "does not exist"),
+        (["grpo", "model", "--output", "model"], "model", "or pass another path with --output"),
+        (["grpo", "modle"], "MODEL", "modle (no such folder)"),
+        (["gkd", "model", "--teacher", "./none"], "--teacher", "./none (no such folder)"),
+        (["grpo", "."], "MODEL", "no config.json in it"),
+        (["grpo", "model", "--prompts", "trian.jsonl"], "--prompts", "Did you mean 'train.jsonl'?"),
+        (["grpo", "model", "--prompts", "datasets:a"], "--prompts", "datasets:NAME"),
+        (["grpo", "model", "--reward", "maths"], "--reward", "Did you mean 'math'?"),
+        (["sft", "model", "--reward", "math"], "--reward", "sft learns from given responses"),
         (["grpo", "model/config.json"], "MODEL", "Pass its folder"),
     ],
 )
@@ -78,7 +86,7 @@ def test_init_refuses(here: Path, arguments: list[str], name: str, said: str) ->
     error = CliRunner().invoke(app, ["init", *arguments]).exception
     assert isinstance(error, UserError) and error.name == name
     assert said in str(error)
-    assert [path.name for path in here.iterdir()] == ["model"]
+    assert {path.name for path in here.iterdir()} == {"model", "train.jsonl"}
 
 
 def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
@@ -88,7 +96,7 @@ def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
     assert copied == {path.relative_to(source) for path in source.rglob("*.yaml")}
     assert load_config("examples/quickstart/sft.yaml").model.init == "examples/quickstart/model"
     again = CliRunner().invoke(app, ["examples"]).exception
-    assert isinstance(again, UserError) and again.name == "DST"
+    assert isinstance(again, UserError) and again.name == "examples"
 
 
 @pytest.mark.parametrize(
@@ -122,4 +130,29 @@ def test_starter_of_a_model_without_weights_has_a_rate_for_fresh_ones(here: Path
         (here / "model" / "model.safetensors").write_bytes(b"")
     fresh, trained = sections
     assert fresh["model"] == {"init": "model"} and trained["model"] == {"path": "model"}
-    assert fresh["train"]["learning_rate"] >= 30 * trained["train"]["learning_rate"]
+    assert fresh["train"]["learning_rate"] > 10 * trained["train"]["learning_rate"]
+
+
+@pytest.mark.parametrize(("task", "tiny", "small"), [("sft", 1e-4, 2e-5), ("grpo", 1e-4, 1e-5)])
+def test_starter_of_a_small_model_has_a_higher_rate(
+    here: Path, task: str, tiny: float, small: float
+) -> None:
+    (here / "model" / "model.safetensors").write_bytes(b"")
+    found = []
+    for width in (64, 512, 3584):
+        shape = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": 1000}
+        heads = {"num_attention_heads": width // 32, "num_key_value_heads": 1}
+        (here / "model" / "config.json").write_text(json.dumps({**QWEN25_7B, **shape, **heads}))
+        assert CliRunner().invoke(app, ["init", task, "model"]).exit_code == 0
+        found.append(load_config(f"{task}.yaml").train.learning_rate)
+        Path(f"{task}.yaml").unlink()
+    unknown = starter_text(Start(task, "a/b", "train.jsonl", "hf"))
+    assert found == [tiny, small, yaml.safe_load(unknown)["train"]["learning_rate"]]
+
+
+def test_starter_holds_out_rows_to_evaluate_on() -> None:
+    for task in ("grpo", "sft", "dpo", "kto", "reward_model", "distillation"):
+        teacher = "model" if task in TAUGHT else None
+        text = starter_text(Start(task, "model", "train.jsonl", "hf", teacher=teacher))
+        content = yaml.safe_load(text)
+        assert content["data"]["eval_share"] > 0 and content["steps"]["eval_every"] > 0, task

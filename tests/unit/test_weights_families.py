@@ -183,7 +183,7 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.original_max_position_embeddings: got nothing",
+            "rope_parameters.original_max_position_embeddings is missing",
         ),
         ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
@@ -229,7 +229,7 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("glm4", {"rope_scaling": YARN}, "rope_type: got yarn; allowed: default"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: got gelu"),
         ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types"),
-        ("gemma2", {"sliding_window": None}, "sliding_window: got nothing"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is missing"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
         ("gemma2", {"rope_scaling": YARN}, "rope_type: got yarn"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),

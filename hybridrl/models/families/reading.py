@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from hybridrl.config.files import plain, shown
-from hybridrl.errors import ModelError
+from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.family import HfConfig
 
 # No decoder is larger. A larger value would exhaust memory or time before any error is reported.
@@ -56,7 +56,7 @@ def flag(hf_config: HfConfig, key: str) -> bool:
 
 def not_a(key: str, value: object, allowed: str) -> ModelError:
     """Returns the error for a value that is wrong for any model."""
-    found = "nothing" if value is None else shown(value)
+    found = MISSING if value is None else shown(value)
     return ModelError(f"config.json: {key}", found, allowed, "Fix the model's config.json.")
 
 
@@ -74,4 +74,5 @@ def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[objec
 def refusal(key: str, value: object, allowed: str) -> ModelError:
     """Returns the error for a value that this family does not support."""
     remedy = "This family does not support it. Choose another model, or write a family."
-    return ModelError(f"config.json: {key}", plain(value), allowed, remedy)
+    found = value if value is MISSING else plain(value)
+    return ModelError(f"config.json: {key}", found, allowed, remedy)

@@ -10,6 +10,7 @@ from math import isclose
 from typing import Any
 
 from hybridrl.config.files import shown
+from hybridrl.errors import MISSING
 from hybridrl.models.families.reading import number, refusal, size
 from hybridrl.models.family import HfConfig, Rotary
 
@@ -123,7 +124,7 @@ def _checked_kind(rope: Mapping[str, Any], prefix: str, kinds: tuple[str, ...]) 
             raise refusal(f"{prefix}.{key}", rope[key], f"no such key with rope_type {kind}")
     for key in sorted(NEEDED[kind]):
         if rope.get(key) is None:
-            raise refusal(f"{prefix}.{key}", "nothing", "a number")
+            raise refusal(f"{prefix}.{key}", MISSING, "a number")
     return kind
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
 from hybridrl.models.weights import VALUE_HEAD
@@ -53,7 +53,7 @@ def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
             yield opened
     except FileNotFoundError as error:
         raise CheckpointError(
-            str(file), "nothing", "a safetensors file", "Fetch the missing file."
+            str(file), MISSING, "a safetensors file", "Fetch the missing file."
         ) from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -89,7 +89,7 @@ class HfHeaders:
             if self.files.get(name) != self.directory / file:
                 raise CheckpointError(
                     f"tensor {plain(name, 160)}",
-                    f"nothing in {self.directory / file}",
+                    f"no entry in {self.directory / file}",
                     f"the tensor, according to {INDEX_FILE}",
                     "Fetch or export the model again.",
                 )
@@ -106,7 +106,7 @@ class HfHeaders:
             self._find_value_head(shapes)
         for name, shape in shapes.items():
             if name not in self.shapes and name not in missing_ok:
-                raise self._error(name, "nothing", f"a tensor of shape {shape}")
+                raise self._error(name, MISSING, f"a tensor of shape {shape}")
             if name in self.shapes and self.shapes[name] != shape:
                 raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
         mtp = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
@@ -163,7 +163,7 @@ class HfHeaders:
         if len(found) > 1:
             named = ", ".join(plain(name, 80) for name in found[:8])
             allowed = f"a tensor with this name, because several tensors have its shape: {named}"
-            raise self._error(VALUE_HEAD, "nothing", allowed)
+            raise self._error(VALUE_HEAD, MISSING, allowed)
         if found:
             (stored,) = found
             self.stored_names[VALUE_HEAD] = stored
@@ -188,7 +188,7 @@ class HfHeaders:
                 error.name, f"unreadable ({error.value})", "JSON with a weight_map", FETCH_AGAIN
             ) from None
         if not isinstance(weight_map, dict) or not weight_map:
-            what = "nothing" if weight_map is None else shown(weight_map)
+            what = MISSING if weight_map is None else shown(weight_map)
             allowed = "JSON with a weight_map of tensors and their files"
             found = f"unreadable (weight_map is {what})"
             raise CheckpointError(str(file), found, allowed, FETCH_AGAIN)

@@ -123,6 +123,8 @@ def _transformer_engine_fault(
         return f"family {family.name} has its own layer_spec"
     if torch_only:
         return f"{torch_only}, which is not verified with transformer-engine"
+    if platform.is_cpu:
+        return platform.transformer_engine_fault()
     if dtype != torch.bfloat16:
         return f"the model is in {str(dtype).removeprefix('torch.')}; cuDNN's attention needs bf16"
     return platform.transformer_engine_fault()

@@ -21,7 +21,7 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.rules import check, default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.errors import MISSING, ConfigError, UserError
 from hybridrl.loop.preflight import model_violations, validate_training
 from hybridrl.services.launch.connections import Host
 from hybridrl.services.launch.hosts import SshCluster, any_port, ask_hosts, read_hostfile, shares
@@ -111,7 +111,7 @@ def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) ->
     slots = slots or (int(each) if each and each.isdigit() else 0)
     for name, value in (("--nodes", nodes), ("--slots", slots)):
         if not value:
-            raise UserError(name, "nothing", "an integer from 1", f"Add {name}.")
+            raise UserError(name, MISSING, "an integer from 1", f"Add {name}.")
     return nodes, slots
 
 
@@ -255,7 +255,7 @@ def manifest_of(
     if violations:
         raise ConfigError(violations)
     if image is None:
-        raise UserError("--image", "nothing", "an image with hybridrl", "Add --image.")
+        raise UserError("--image", MISSING, "an image with hybridrl", "Add --image.")
     pairs = [volume.partition(":") for volume in volumes]
     for claim, _, path in pairs:
         if not claim or not path.startswith("/"):

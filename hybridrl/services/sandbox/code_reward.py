@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import DataError, UserError
+from hybridrl.errors import MISSING, DataError, UserError
 from hybridrl.rewards.outcome import Noted
 from hybridrl.services.sandbox import verdict
 from hybridrl.services.sandbox.syscalls import system_call_filter
@@ -317,7 +317,7 @@ def _tests(given: object, key: str, prompt: str) -> Sequence[str | Mapping[str, 
     if not is_right or not tests:
         raise DataError(
             f"column {key!r} of {prompt[:40]!r}",
-            "nothing" if given is None else f"{str(given)[:60]!r}",
+            MISSING if given is None else f"{str(given)[:60]!r}",
             'a text with asserts, a list of such texts, or a list of {"input", "output"}',
             "Fix the row, or set reward.options.tests_key.",
         )
