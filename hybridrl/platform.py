@@ -29,13 +29,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# transformer-engine's supported versions. The metadata of megatron-core 0.16.1 names versions below
-# 2.12, that of 0.19.2 none.
-TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.11,<2.21")
+from hybridrl.versions import TRANSFORMER_ENGINE
+
 # Compute capabilities for which cuDNN supports grouped-query attention over packed sequences.
 # Without cuDNN and flash-attn, transformer-engine stores the whole matrix of attention scores.
 PACKED_ATTENTION_MAJORS = (9, 10)
@@ -170,15 +168,15 @@ def start_kernels_in_order(tp: int, cp: int) -> None:
 
 
 def transformer_engine_import_fault() -> str | None:
-    """Returns why transformer-engine cannot be used (not importable, or wrong version); None if it
-    can.
+    """Returns why transformer-engine cannot be used (not importable, or refused version); None if
+    it can.
     """
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:
         return "transformer-engine is not installed"
-    if not TRANSFORMER_ENGINE_VERSIONS.contains(found, prereleases=True):
-        return f"transformer-engine is {found}; hybridrl needs {TRANSFORMER_ENGINE_VERSIONS}"
+    if (fault := TRANSFORMER_ENGINE.fault(found)) is not None:
+        return f"transformer-engine {found} is refused ({fault})"
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (

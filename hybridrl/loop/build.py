@@ -25,6 +25,7 @@ from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.step_metrics import StepMetrics
 from hybridrl.loop.updates import Updates
 from hybridrl.loop.validation import Validation
+from hybridrl.loop.versions import report_untested
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
@@ -98,6 +99,7 @@ class Run:
         self.times.over("models")
         journal.warnings = (MismatchWarning(roles.source.dtype), UniformGroupsWarning())
         placement, model = meshes.placement, roles.policy.model
+        report_untested(config, algorithm.needs.rollouts, model.layers.kind, notify)
         source = model.weight_source()
         layout = rollout_setup.rollout_layout(
             model, config.rollout, source.layouts, placement.rollout

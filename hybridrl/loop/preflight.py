@@ -45,6 +45,7 @@ from hybridrl.data.prompt_store import unless_checked
 from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, DataError, UserError
+from hybridrl.loop.versions import megatron_fault
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
@@ -252,6 +253,8 @@ def _common(
             except UserError as error:
                 found.append(error)
     found += _errors_of(check_tokenizer_files, config.model)
+    if (fault := megatron_fault()) is not None:
+        found.append(fault)
     return [*found, *_engine(config, hf_config), *_own_code(config)]
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import PydanticKnownError
 
 from hybridrl.errors import UserError
+from hybridrl.versions import Support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +92,14 @@ class EnginePackage:
             `ModelShape` and whether the host has no GPUs.
         tested: For each tested build and version, as `installed_version` returns them, the devices
             on which tests ran.
+        support: Takes whether the host has no GPUs; returns the supported versions.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
     model_rules: Callable[[Any, bool], Iterable[UserError]]
-    tested: Mapping[str, str] = field(default_factory=dict)
+    tested: Mapping[str, str]
+    support: Callable[[bool], Support]
 
 
 ENGINES = {

@@ -46,6 +46,7 @@ LEVELS = {
     "platform": 1,
     "console": 0,
     "errors": 0,
+    "versions": 0,
     "kernels": 0,
     "_C": 0,
     "": 0,  # hybridrl/__init__.py: the version
@@ -106,6 +107,7 @@ TORCH_FREE = [
     "__init__.py",
     "console.py",
     "errors.py",
+    "versions.py",
     "config/*.py",
     "environments/*.py",
     "cli/*.py",

@@ -21,6 +21,7 @@ from hybridrl.models.families import FAMILIES
 from hybridrl.models.family import Scales, read_model, resolve_family
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.rollout.registry import EnginePackage
+from hybridrl.versions import Support
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SIZES: dict[str, Any] = {
@@ -148,7 +149,9 @@ def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
 
 
 def test_engine_without_code_for_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = EnginePackage(lambda: True, lambda is_cpu: "1", lambda *sizes: ())
+    package = EnginePackage(
+        lambda: True, lambda is_cpu: "1", lambda *sizes: (), {}, lambda is_cpu: Support("1", ("1",))
+    )
     monkeypatch.setattr(validate, "engine_package", lambda name: package)
     config = load_config_dict(
         {

@@ -18,6 +18,7 @@ from hybridrl.loop.rollout_speed import round_requests
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Request, SamplingParams
 from hybridrl.rollout.registry import EnginePackage
+from hybridrl.versions import Support
 
 CONTENT = {
     "run": {"name": "a"},
@@ -126,7 +127,14 @@ def test_engines_are_those_installed_that_compute(monkeypatch: pytest.MonkeyPatc
     def package(name: str) -> EnginePackage | None:
         if name == "hf":
             return None
-        return EnginePackage(lambda: name == "sglang", lambda cpu: name, lambda shape, cpu: ())
+        support = Support("1", ("1",))
+        return EnginePackage(
+            lambda: name == "sglang",
+            lambda cpu: name,
+            lambda shape, cpu: (),
+            {},
+            lambda cpu: support,
+        )
 
     monkeypatch.setattr(bench, "engine_package", package)
     assert bench.measured_engines(None) == ["hf", "sglang"]

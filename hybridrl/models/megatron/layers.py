@@ -42,7 +42,8 @@ from hybridrl.models.megatron.router import Router
 from hybridrl.models.megatron.router_replay import ReplayingLayer
 from hybridrl.models.megatron.specs import module_of, submodules_of, with_module
 from hybridrl.models.trainable import has_trained
-from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
+from hybridrl.platform import Platform
+from hybridrl.versions import TRANSFORMER_ENGINE
 
 LayerKind = Literal["torch", "transformer_engine"]
 
@@ -105,7 +106,7 @@ def choose_layers(
                 wanted,
                 "auto or torch here",
                 f"Set train.layers=auto: {fault}. transformer-engine's layers need bfloat16, a GPU "
-                f"such as H100, transformer-engine{TRANSFORMER_ENGINE_VERSIONS}, and a family "
+                f"such as H100, transformer-engine {TRANSFORMER_ENGINE.allowed}, and a family "
                 "without its own layer_spec.",
             )
         reason = f"since {fault}"

