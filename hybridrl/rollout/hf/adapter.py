@@ -80,8 +80,6 @@ class HfEngine(QueuedEngine):
             model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
         _refuse_undecodable(self._model.config)
-        if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
-            self._model.set_attn_implementation("eager")  # sdpa ignores the cap (transformers 5.19)
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None

@@ -14,7 +14,7 @@ from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 def latents_on_cpu() -> Iterator[None]:
     """Makes an engine that starts within the `with` block compute latent attention with torch.
 
-    Works around SGLang 0.5.16. SGLang's table of attention backends uses Triton's entry
+    Works around SGLang 0.5.16 to 0.5.23. SGLang's table of attention backends uses Triton's entry
     for torch's attention. Torch's attention then expects the cache of latents to contain keys and
     values of all heads. The entry that this function adds stays until the process ends, and is
     needed only until SGLang has its own entry. SGLang's rotary embedding for latents supports only

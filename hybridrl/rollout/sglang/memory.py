@@ -237,7 +237,7 @@ class SaverMemory:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=tags)
-        with keep_generators(self._device), torch.no_grad():
+        with self._scheduler.active(), keep_generators(self._device), torch.no_grad():
             getattr(self._scheduler.weight_updater, f"{what}_memory_occupation")(request)
 
 

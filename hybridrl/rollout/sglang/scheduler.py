@@ -20,6 +20,7 @@ import torch
 
 from hybridrl.rollout.common.process_state import replaced
 from hybridrl.rollout.sglang.penalties import TokenTable
+from hybridrl.rollout.sglang.process_config import Activate, construct
 from hybridrl.rollout.sglang.routing import RecordedExperts, make_current
 
 
@@ -43,15 +44,17 @@ def without_watchdog() -> Iterator[None]:
         yield
 
 
-def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) -> Any:
-    """Returns a new scheduler with its model, KV cache and CUDA graphs."""
+def make_scheduler(
+    server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int, active: Activate
+) -> Any:
+    """Returns a new scheduler with its model, KV cache and CUDA graphs. `active` activates the
+    engine's configuration.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
-    driven = type("DrivenScheduler", (_Driven, Scheduler), {"token_table": TokenTable()})
-    # SGLang reads only `nccl_port`, and does not open it because a process group already exists.
-    ports = SimpleNamespace(nccl_port=0)
-    others = 0, 0, 0, None  # ranks: pipeline, attention context, MoE data, data parallel
-    return driven(server_args, ports, gpu_id, tp_rank, ep_rank, *others)
+    own = {"token_table": TokenTable(), "active": staticmethod(active)}
+    driven = type("DrivenScheduler", (_Driven, Scheduler), own)
+    return construct(driven, server_args, tp_rank, ep_rank, gpu_id, active)
 
 
 class _Driven:
@@ -63,6 +66,7 @@ class _Driven:
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
     token_table: TokenTable
+    active: Activate  # activates the engine's configuration, in which SGLang's functions run
     # Results that the owner reads and resets. `ended`: requests that ended, in order. `drawn`:
     # names of requests and the token drawn for each, if `reports_drawn`. `has_wrong_logp`: whether
     # any log-probability was invalid.
@@ -96,8 +100,10 @@ class _Driven:
             stream_output=ignore, _stream_output_generation=ignore
         )
 
-    def recv_requests(self) -> list[Any]:
-        """Returns an empty list once per turn, because requests are added between turns."""
+    def recv_requests(self, local_reqs: Sequence[Any] = ()) -> list[Any]:
+        """Returns an empty list once per turn, because requests are added between turns.
+        `local_reqs`, of newer versions, would end requests that take too long.
+        """
         if not self._turn_begins:
             raise _TurnIsOverError
         self._turn_begins = False
@@ -138,7 +144,7 @@ class _Driven:
         make_current(self.recorder)
         self._turn_begins = True
         loop = self.event_loop_overlap if self.is_overlapped else self.event_loop_normal
-        with self._streams(), contextlib.suppress(_TurnIsOverError):
+        with self.active(), self._streams(), contextlib.suppress(_TurnIsOverError):
             loop()
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +211,8 @@ class _Driven:
 
     def add(self, request: Any) -> Any:
         """Queues a request and returns the scheduler's own request."""
-        self.handle_generate_request(request)
+        with self.active():
+            self.handle_generate_request(request)
         queued = self.waiting_queue[-1] if self.waiting_queue else None
         if queued is None or queued.rid != request.rid:
             raise RuntimeError(f"SGLang did not queue request {request.rid}")
@@ -217,7 +224,7 @@ class _Driven:
     def forget_requests(self) -> None:
         """Drops all requests and clears the KV cache, including cached prefixes."""
         make_current(None)  # the caller has already recorded the experts that it needs
-        with self._streams():
+        with self.active(), self._streams():
             while self.result_queue:
                 batch, result = self.result_queue.popleft()
                 super().process_batch_result(batch, result)  # type: ignore[misc]

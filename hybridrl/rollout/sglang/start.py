@@ -41,6 +41,7 @@ from hybridrl.rollout.common.process_state import (
 from hybridrl.rollout.sglang.arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang.latent import latents_on_cpu
 from hybridrl.rollout.sglang.memory import EnginePools, allocated_in, engine_pools
+from hybridrl.rollout.sglang.process_config import configure
 from hybridrl.rollout.sglang.routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang.sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang.scheduler import make_scheduler, without_watchdog
@@ -121,7 +122,7 @@ def start(
     _OPEN.append(scheduler)
     check_groups("SGLang", parallel_state, _OPEN, inputs.rank, inputs.members)
     fits = longest_request(scheduler.max_total_num_tokens)
-    group = parallel_state.get_tp_group().cpu_group
+    group = parallel_state._TP.cpu_group
     engine = LiveEngine(
         scheduler=scheduler, model=loaded[0], tp_group=group, version=inputs.version, pools=pools
     )
@@ -172,7 +173,7 @@ def _attention() -> dict[str, str]:
 
 
 def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.server_args import ServerArgs
 
     _forget_places_of_experts()
     layout, settings = inputs.layout, inputs.settings
@@ -184,8 +185,8 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
             server_args = ServerArgs(model_path=folder, **arguments)
-            set_global_server_args_for_scheduler(server_args)
-            scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
+            active = configure(server_args, tp_rank, gpu_id, _OPEN)
+            scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id, active)
         except (ValueError, NotImplementedError, AssertionError) as error:
             if not str(error):
                 raise  # an empty message helps less than the traceback
@@ -193,7 +194,8 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
     keep_seeds()
     scheduler.model_config.hf_eos_token_id = None  # requests have their own stop tokens
     scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.token_table)
-    scheduler.prepare_turns()
+    with active():
+        scheduler.prepare_turns()
     return scheduler
 
 
@@ -282,7 +284,7 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
     initialize = parallel_state.initialize_model_parallel
     parts = {"use_pynccl": False, "use_custom_allreduce": False, "group_name": "world"}
 
-    def build_world(_: list[int], local_rank: int, backend: str, **kwargs: Any) -> Any:
+    def build_world(ranks: list[int], local_rank: int, backend: str, **kwargs: Any) -> Any:
         return build([list(range(layout.tp))], local_rank, backend, **parts)
 
     def initialize_once(*args: Any, **kwargs: Any) -> None:

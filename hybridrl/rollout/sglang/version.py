@@ -17,11 +17,11 @@ from hybridrl.versions import Support, tested_numbers
 
 PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
-TESTED = {"sglang 0.5.16": "CPU, H100, H200"}
+TESTED = {"sglang 0.5.16": "CPU, H100, H200", "sglang 0.5.23": "CPU"}
 SUPPORT = Support(
     "0.5.16",
     tested_numbers(TESTED, PACKAGE_NAME),
-    bad={">=0.5.17,<=0.5.23": "constructs its scheduler differently from 0.5.16"},
+    bad={">=0.5.17,<=0.5.21": "has one configuration for all engines of a process"},
 )
 ALLOWED = f"sglang {SUPPORT.allowed}"
 INSTALL_CPU = (
