@@ -1,8 +1,8 @@
 """Keeps a configuration of SGLang's process for each engine, and constructs the scheduler with it.
 
 All that depends on how a version of SGLang configures a process is here. Up to 0.5.16, SGLang has
-one record of arguments, and the scheduler takes its ranks. From 0.5.22 on, it reads arguments, ranks
-and groups from a context, of which each engine has its own.
+one record of arguments, and the scheduler takes its ranks. From 0.5.22 on, SGLang reads arguments,
+ranks and groups from a context, of which each engine has its own.
 """
 
 from __future__ import annotations
