@@ -94,7 +94,16 @@ WALLS = {
     ],
     "sglang": [
         f"rollout/sglang/{part}.py"
-        for part in ("adapter", "latent", "memory", "routing", "sampling", "scheduler", "start")
+        for part in (
+            "adapter",
+            "latent",
+            "memory",
+            "routing",
+            "sampling",
+            "process_config",
+            "scheduler",
+            "start",
+        )
     ],
     "triton": ["../kernels/*"],
     "ray": ["services/launch/ray_cluster.py"],
