@@ -143,9 +143,48 @@ def to_yaml(config: Config) -> str:
 
     `${...}` is kept as it was written, and HTTP headers are hidden.
     """
-    return yaml.safe_dump(
-        as_written(config.model_dump(mode="json"), config.written), sort_keys=False, width=1000
-    )
+    return yaml.safe_dump(_storable(config), sort_keys=False, width=1000)
+
+
+def changed_yaml(config: Config) -> str:
+    """Returns the knobs that differ from their defaults as YAML. Reading the text gives an equal
+    configuration, as with `to_yaml`.
+    """
+    changed = _changed(_storable(config), _defaults(config))
+    return yaml.safe_dump(changed, sort_keys=False, width=1000)
+
+
+def _storable(config: Config) -> dict[str, Any]:
+    return as_written(config.model_dump(mode="json"), config.written)
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    """Returns the default of each knob that has one, with the defaults of this algorithm."""
+    found = {}
+    for name, field in Config.model_fields.items():
+        section = getattr(config, name)
+        if not isinstance(section, BaseModel):
+            found[name] = field.get_default(call_default_factory=True)
+            continue
+        fields = type(section).model_fields
+        required = {key: getattr(section, key) for key in fields if fields[key].is_required()}
+        if name == "algorithm":  # its defaults depend on its name
+            required["name"] = config.algorithm.name
+        usual = type(section)(**required)
+        found[name] = usual.model_dump(mode="json", exclude=set(required))
+    return found
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        usual = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(usual, Mapping):
+            if inner := _changed(value, usual):
+                found[key] = inner
+        elif key not in defaults or value != usual:
+            found[key] = value
+    return found
 
 
 def knobs() -> list[str]:

@@ -110,10 +110,12 @@ class Evaluation:
 
     def record(self) -> dict[str, float]:
         """Returns the results that a run stores for each evaluation: `reward`, `accuracy` with its
-        standard error, and the accuracy on each evaluation set.
+        standard error, the mean score of each of several scorers, and the accuracy on each
+        evaluation set.
         """
         own = {"reward", "accuracy", "accuracy" + STDERR}
-        kept = {key: value for key, value in self._figures().items() if key in own}
+        kept = dict(self.scores) if len(self.scores) > 1 else {}
+        kept |= {key: value for key, value in self._figures().items() if key in own}
         for name, result in self.sets.items():
             figures = result._figures()
             kept |= {f"{name}/{k}": v for k, v in figures.items() if k in own - {"reward"}}

@@ -22,7 +22,7 @@ from hybridrl.checkpoint.folders import HF_FILES
 from hybridrl.config.files import read_json_object, replace_text
 from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
-from hybridrl.config.load import to_yaml
+from hybridrl.config.load import changed_yaml
 from hybridrl.config.schema import Config
 from hybridrl.config.starter import EXPORTED
 from hybridrl.data.end_tokens import turn_end
@@ -198,7 +198,8 @@ def model_card(
     # Leave evaluations out of the critic's card, because they describe the policy.
     if evaluations and (not is_scorer or config.algorithm.name == "reward_model"):
         lines += ["## Measured", "", *_table(evaluations), ""]
-    lines += ["## Configuration", "", "```yaml", to_yaml(config).rstrip(), "```", ""]
+    lines += ["## Configuration", "", "All other knobs have their default values.", ""]
+    lines += ["```yaml", changed_yaml(config).rstrip(), "```", ""]
     return "\n".join(lines)
 
 

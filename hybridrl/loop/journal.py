@@ -379,7 +379,8 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
         )
         if name == "eval_reward" and any(_are_equal(p, (before, after)) for p in found.values()):
             continue
-        label = {"accuracy": "held-out accuracy", "eval_reward": "held-out reward"}.get(name, name)
+        label = name.removeprefix("eval_")
+        label = label if "/" in label else f"held-out {label}"
         found[label.replace(VALIDATION, "held-out ")] = before, after
     return found
 

@@ -114,19 +114,23 @@ def entries(
 
 
 def table(found: list[Entry], platform: Platform) -> str:
-    """Returns the ledger as text in GiB, followed by the numbers that the device reports."""
-    lines = [f"{'memory of this rank, GiB':34}{'training':>10}{'rollout':>10}"]
+    """Returns the ledger as text, followed by the numbers that the device reports. The table is in
+    GiB, or in MiB if all of it is less than 1 GiB.
+    """
+    sums = [sum(e.num_bytes for e in found if _phases(e)[number]) for number in range(2)]
+    unit, size = ("GiB", 2**30) if max(sums) >= 2**30 else ("MiB", 2**20)
+    lines = [f"{f'memory of this rank, {unit}':34}{'training':>10}{'rollout':>10}"]
     for entry in found:
-        cells = (_gib(entry.num_bytes) if there else "-" for there in _phases(entry))
+        shown = f"{entry.num_bytes / size:.2f}"
+        cells = (shown if there else "-" for there in _phases(entry))
         lines.append(f"{entry.name:34}" + "".join(f"{cell:>10}" for cell in cells))
-    sums = (sum(e.num_bytes for e in found if _phases(e)[number]) for number in range(2))
-    lines.append(f"{'sum':34}" + "".join(f"{_gib(total):>10}" for total in sums))
+    lines.append(f"{'sum':34}" + "".join(f"{total / size:>10.2f}" for total in sums))
     if not platform.is_cpu:
-        free, size = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info()
         held = torch.cuda.memory_reserved()
         used = torch.cuda.memory_allocated()
         lines.append(
-            f"now: {_gib(free)} of {_gib(size)} free; torch reserves {_gib(held)}, of which "
+            f"now: {_gib(free)} of {_gib(total)} GiB free; torch reserves {_gib(held)}, of which "
             f"tensors use {_gib(used)} (peak in this phase: "
             f"{_gib(torch.cuda.max_memory_allocated())})"
         )

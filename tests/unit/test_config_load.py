@@ -14,7 +14,7 @@ from hybridrl.config.identity import (
     identity_violations,
 )
 from hybridrl.config.identity import identity as identity_of
-from hybridrl.config.load import knobs, load_config, load_config_dict, to_yaml
+from hybridrl.config.load import changed_yaml, knobs, load_config, load_config_dict, to_yaml
 from hybridrl.config.other_systems import OTHER_SYSTEMS
 from hybridrl.errors import ConfigError, UserError
 
@@ -304,3 +304,14 @@ def test_a_run_belongs_to_its_terms() -> None:
         f"mix.sft.{key}" for key in ("algorithm", "data", "weight", "prompts_per_step")
     }
     assert load_config_dict(yaml.safe_load(to_yaml(mixed))) == mixed
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "ppo", "sft", "kto"])
+def test_changed_yaml_lists_what_differs_from_the_defaults(name: str) -> None:
+    overrides = [f"algorithm.name={name}", "train.tp=2", "eval.pass_k=[]", "run.seed=0"]
+    config = load_config_dict(MINIMAL, [*overrides, "data.prompts='a${oc.env:X,b}.jsonl'"])
+    text = changed_yaml(config)
+    content = yaml.safe_load(text)
+    assert load_config_dict(content, ["data.prompts='a${oc.env:X,b}.jsonl'"]) == config
+    assert content["train"] == {"tp": 2} and content["algorithm"] == {"name": name}
+    assert "eval" not in content and content["run"] == {"name": "a"} and "${oc.env:X,b}" in text

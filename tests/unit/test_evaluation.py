@@ -62,6 +62,7 @@ def test_of_two_scorers_the_one_that_judges_answers_is_the_accuracy() -> None:
             "eval/form": 1,
         }
     )
+    assert {"correct", "form"} < found.record().keys()  # also before the first step
     lines = lines_of(found)
     assert lines[0] == "accuracy 0.6667 ± 0.3333 on 3 prompts" and "form 1.0000" in lines[1]
 

@@ -81,7 +81,7 @@ def test_figures_of_another_step_do_not_stand_for_the_last_evaluation() -> None:
     """The last evaluation has no accuracy where a score is above 1, the first one had."""
     by_step = {
         "0": {"reward": 0.25, "accuracy": 0.25, "accuracy_stderr": 0.1, "validation/loss": 2.0},
-        "20": {"reward": 1.5, "sums/accuracy": 0.75},
+        "20": {"reward": 1.5, "form": 0.5, "sums/accuracy": 0.75},
         "30": {"validation/loss": 1.0},
     }
     found = before_and_after(by_step)
@@ -90,12 +90,14 @@ def test_figures_of_another_step_do_not_stand_for_the_last_evaluation() -> None:
         "accuracy_before": 0.25,
         "accuracy_before_stderr": 0.1,
         "eval_reward_after": 1.5,
+        "form_after": 0.5,
         "sums/accuracy_after": 0.75,
         "validation/loss_before": 2.0,
         "validation/loss_after": 1.0,
     }
     assert _compared({"seconds": 1.0, **found}) == {
         "held-out accuracy": (Estimate(0.25, 0.1), None),
+        "held-out form": (None, Estimate(0.5, None)),
         "sums/accuracy": (None, Estimate(0.75, None)),
         "held-out loss": (Estimate(2.0, None), Estimate(1.0, None)),
         "held-out reward": (Estimate(0.25, None), Estimate(1.5, None)),

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.hybrid_engine.memory.lending import LentMemory, Piece, choose
-from hybridrl.loop.ledger import entries
+from hybridrl.loop.ledger import Entry, entries, table
+from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.memory import TrainedModelMemory
 
@@ -179,3 +180,11 @@ def test_ledger_counts_lent_memory_once(keeps_memory: bool) -> None:
     assert gradients + held == 8 * MIB
     in_rollout = sum(e.num_bytes for e in found if "gradients" in e.name and e.in_rollout)
     assert in_rollout == (2 * MIB if keeps_memory else 0)
+
+
+def test_table_is_in_a_unit_in_which_small_models_are_not_0() -> None:
+    cpu = Platform(torch.device("cpu"), "gloo")
+    small = table([Entry("policy weights", 3 * MIB, in_rollout=False)], cpu).splitlines()
+    assert "MiB" in small[0] and small[1].split()[-2:] == ["3.00", "-"]
+    large = table([Entry("policy weights", 3 << 30)], cpu).splitlines()
+    assert "GiB" in large[0] and large[-1].split() == ["sum", "3.00", "3.00"]

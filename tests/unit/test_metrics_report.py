@@ -188,13 +188,14 @@ def test_report_of_two_runs_tells_configurations_apart(tmp_path: Path) -> None:
     (one / "config.yaml").write_text("run: {name: a}\ntrain: {tp: 2, betas: [1, 2]}\n")
     (other / "config.yaml").write_text("run: {name: a}\ntrain: {tp: 4, betas: [1, 2], pp: 2}\n")
     (other / "summary.json").write_text('{"accuracy_before": 0.125}')
+    (other / "run.json").write_text('{"starts": [{"world_size": 24}]}')
     path = write_report(one, other)
     assert path == one / "comparison.html" and not (one / "report.html").exists()
     found = Page(path)
     assert found.data["differences"] == [["train.tp", ["2", "4"]], ["train.pp", ["–", "2"]]]
     assert [run["label"] for run in found.data["runs"]] == ["A: my-run", "B: _other run"]
     assert found.row("first measured accuracy") == ["0.250 (step 6)", "0.125 (step 0)"]
-    assert found.row("layout") == ["tp 2", "tp 4, pp 2"]
+    assert found.row("layout") == ["tp 2", "tp 4, pp 2, dp 3"]
     assert found.row("exit") == ["–", "finished"]
 
 

@@ -199,11 +199,12 @@ def _facts(run: RunData) -> dict[str, str]:
         return str(last.get(key) or "")
 
     engine = config.of("rollout.engine")
+    ranks = last.get("world_size")
+    sizes = [config.joined("train", ("tp", "pp", "vpp", "cp", "ep")), _data_parallel(config, ranks)]
     layout = [
-        config.joined("train", ("tp", "pp", "vpp", "cp", "ep")),
+        ", ".join(filter(None, sizes)),
         f"{engine}: {config.joined('rollout', ('tp', 'ep'))}" if engine else "",
     ]
-    ranks = last.get("world_size")
     hardware = f"{ranks} × {noted('device')}" if ranks else ""
     hosts = last.get("hosts")
     steps = run.records[-1]["step"]
@@ -222,6 +223,18 @@ def _facts(run: RunData) -> dict[str, str]:
         "exit": noted("exit") or ("finished" if run.has_finished else ""),
         "steps": f"{steps} of {planned}" if planned else str(steps),
     }
+
+
+def _data_parallel(config: _Config, ranks: object) -> str:
+    """Returns the data parallel size as text; "" if it is 1, or unknown because roles have their
+    own ranks.
+    """
+    has_own = any(v is not None for k, v in config.values.items() if k.endswith(".ranks"))
+    split = [config.values.get(f"train.{axis}", 1) for axis in ("tp", "pp", "cp")]
+    if has_own or not isinstance(ranks, int) or not all(isinstance(size, int) for size in split):
+        return ""
+    size = ranks // int(math.prod(split))
+    return f"dp {size}" if size > 1 else ""
 
 
 def _results(run: RunData) -> dict[str, str]:

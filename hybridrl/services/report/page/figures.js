@@ -63,7 +63,8 @@ const Figures = (() => {
 
   function tick(value) {
     const size = Math.abs(value);
-    if (size >= 1e9 || (size !== 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
+    // As many digits as the value has; 4 hide the rounding of sums such as 0.0001 + 0.00005.
+    if (size >= 1e9 || (size !== 0 && size < 1e-3)) return Number(value.toPrecision(4)).toExponential().replace("e+", "e");
     if (size >= 1e6) return `${value / 1e6}M`;
     if (size >= 1e4) return `${value / 1e3}k`;
     return String(Number(value.toPrecision(6)));
