@@ -115,7 +115,7 @@ class Copies(Protocol):
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels per run."""
+        """Number of kernels that one `run()` launches."""
         ...
 
     @property
@@ -133,7 +133,7 @@ class Blocks(Protocol):
 
     @property
     def num_launches(self) -> int:
-        """Number of batches per run: 1, or 0 if the list is empty."""
+        """Number of batches that one `run()` enqueues: 1, or 0 if the list is empty."""
         ...
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:

@@ -69,7 +69,7 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls per run."""
+        """Number of driver calls that one `run()` makes."""
         return int(self._count.value > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
@@ -123,7 +123,7 @@ class CompiledBlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls per run."""
+        """Number of driver calls that one `run()` makes."""
         return int(self._table.size(1) > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:

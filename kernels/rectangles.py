@@ -94,7 +94,7 @@ class RectangleCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels per run."""
+        """Number of kernels that one `run()` launches."""
         return len(self._launches)
 
     @property

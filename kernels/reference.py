@@ -258,7 +258,7 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of batches per run."""
+        """Number of batches that one `run()` copies: 1, or 0 without blocks."""
         return int(bool(self._pairs))
 
     def run(self, stream: object = None, first: object = (), then: object = ()) -> None:

@@ -24,9 +24,9 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer, TrainBatch
 
-# Reward parts that `advantages` adds for metrics: beta times the (mean) log-ratio, the sample's
-# share of the loss, and KTO's estimate of the KL. The names contain a dot, which no scorer's name
-# contains.
+# Names of the reward parts that `ResponseLoss.advantages` reports as metrics: beta times the (mean)
+# log-ratio; the sample's share of the loss; and, with KTO, the estimated KL. They contain a dot, so
+# no scorer can have the same name.
 IMPLICIT, LOSS, KL = "feedback.implicit_reward", "feedback.loss", "feedback.kl"
 
 

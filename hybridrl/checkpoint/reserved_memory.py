@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-CHUNK_BYTES = 64 << 20  # bytes that a thread touches at a time
+CHUNK_BYTES = 64 << 20  # size of the pieces that are divided among the threads
 MOST_THREADS, LEAST_THREADS = 8, 2
 _TURN = threading.Lock()  # lock held while a range's pages are being touched
 

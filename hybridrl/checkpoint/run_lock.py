@@ -139,8 +139,8 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Locks the folder on rank 0 within the block, unless the folder is already locked.
-        Collective.
+        """Context manager: rank 0 locks the folder while the block runs, unless this process or its
+        launcher already holds the lock. Collective.
 
         Raises:
             UserError: Another run is using the folder.
@@ -254,7 +254,9 @@ def _read(file: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def _in_turn(folder: Path) -> Iterator[None]:
-    """Admits one process at a time, if the file system can lock directories."""
+    """Context manager: only one process at a time runs its block, if the file system can lock
+    directories.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems do not support locks

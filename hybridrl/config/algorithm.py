@@ -115,18 +115,20 @@ class PolicyGradientConfig(Section):
         longest, buffer = self.overlong_max_tokens, self.overlong_buffer_tokens
         if longest is not None and buffer > longest:
             raise ValueError(
-                f"overlong_buffer_tokens: at most overlong_max_tokens = {longest}, not {buffer}"
+                f"overlong_buffer_tokens: at most overlong_max_tokens ({longest}), instead of {buffer}"
             )
         if self.dual_clip is not None and self.objective != "clip":
-            raise ValueError(f"dual_clip: only with objective clip, not {self.objective}")
+            raise ValueError(f"dual_clip: null, because objective is {self.objective}, not clip")
         if self.kl_importance_weighted and self.kl_in != "loss":
-            raise ValueError(f"kl_importance_weighted: only with kl_in loss, not {self.kl_in}")
-        if self.objective == "plain" and self.correction.proximal == "behaviour":
             raise ValueError(
-                "correction.proximal: old with objective plain, which has no ratio; not behaviour"
+                f"kl_importance_weighted: false, because kl_in is {self.kl_in}, not loss"
             )
+        if self.objective == "plain" and self.correction.proximal == "behaviour":
+            raise ValueError("correction.proximal: old, because objective plain has no ratio")
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target: only with kl_coef above 0, the initial weight")
+            raise ValueError(
+                "kl_target: null unless kl_coef, the initial weight of the KL, is above 0"
+            )
         return self
 
 
@@ -217,23 +219,20 @@ class GrpoConfig(PolicyGradientConfig):
     @model_validator(mode="after")
     def _check_comparison(self) -> Self:
         if self.cov_clip_fraction > 0 and self.cov_kl_fraction > 0:
-            raise ValueError(
-                "cov_kl_fraction: 0, because cov_clip_fraction is above 0; set only one of them"
-            )
+            raise ValueError("cov_kl_fraction: 0, because cov_clip_fraction is also above 0")
         if self.part_weights and not self.normalize_parts:
             raise ValueError("part_weights: no value unless normalize_parts is true")
         if self.normalize_parts:
             if self.baseline not in ("group_mean", "leave_one_out"):
-                raise ValueError(f"normalize_parts: false with baseline {self.baseline}")
+                raise ValueError(f"normalize_parts: false, because baseline is {self.baseline}")
             if self.overlong_max_tokens is not None or (self.kl_coef and self.kl_in == "reward"):
                 raise ValueError(
-                    "normalize_parts: false with overlong_max_tokens or kl_in=reward, because "
-                    "their penalties are not parts of the reward"
+                    "normalize_parts: false, because the penalties of overlong_max_tokens and "
+                    "kl_in=reward are not parts of the reward"
                 )
         if self.max_resampling and self.baseline == "greedy":
             raise ValueError(
-                "max_resampling: 0 with baseline greedy, which does not compare the samples of a "
-                "group"
+                "max_resampling: 0, because baseline greedy does not compare the samples of a group"
             )
         return self
 

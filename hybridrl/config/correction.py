@@ -64,20 +64,18 @@ class CorrectionConfig(Section):
             for name in names:
                 value, field = getattr(self, name), type(self).model_fields[name]
                 if getattr(self, level) == "none" and value != field.get_default():
-                    raise ValueError(
-                        f"correction.{name}: no value if correction.{level} is none, not {value}"
-                    )
+                    raise ValueError(f"{name}: no value, because correction.{level} is none")
         if self.min >= self.max:
-            raise ValueError(f"correction.min: below correction.max = {self.max}, not {self.min}")
+            raise ValueError(f"min: less than correction.max ({self.max}), instead of {self.min}")
         low, high = self.reject_bounds
         if low >= high:
             raise ValueError(
-                f"correction.reject_min: below correction.reject_max = {high}, not {low:g}; "
-                "without reject_min, reject_max must be above 1"
+                f"reject_min: less than correction.reject_max ({high}), instead of {low:g}; the "
+                "default is 1 / reject_max"
             )
         if self.weight != "none" and self.proximal == "behaviour":
             raise ValueError(
-                f"correction.weight: none with correction.proximal behaviour, not {self.weight}: "
-                "the objective's ratio already includes the weight"
+                "weight: none, because with correction.proximal=behaviour the objective's ratio "
+                "already includes the weight"
             )
         return self

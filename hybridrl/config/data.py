@@ -77,12 +77,14 @@ class DataConfig(Section):
     def _check_together(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.prompts or ()):
             num = len(self.prompts or ())
-            raise ValueError(f"weights: {num} numbers, one per source, not {len(self.weights)}")
+            raise ValueError(
+                f"weights: {num} numbers, one per source, instead of {len(self.weights)}"
+            )
         if self.system_prompt is not None and not self.chat_template:
-            raise ValueError("system_prompt: no value without chat_template=true")
+            raise ValueError("system_prompt: null unless chat_template is true")
         if found := sorted(self.template_arguments.keys() & _RENDERED):
             raise ValueError(
-                f"template_arguments: any argument but {found[0]}, which hybridrl sets"
+                f"template_arguments: no {found[0]}, because hybridrl sets this argument"
             )
         if self.eval_share and self.eval_prompts is not None:
             raise ValueError("eval_share: 0 if eval_prompts is set")

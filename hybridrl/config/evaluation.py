@@ -70,9 +70,9 @@ class EvalConfig(Section):
     def _check_names(self) -> Self:
         for name, one in self.sets.items():
             if not name.replace("_", "").replace("-", "").isalnum():
-                raise ValueError(f"sets: names of letters, digits, _ and -; not {name!r}")
+                raise ValueError(f"sets: names of letters, digits, _ and -, unlike {name!r}")
             if not one.path:
-                raise ValueError(f"sets.{name}.path: a source, not {one.path!r}")
+                raise ValueError(f"a source in sets.{name}.path, instead of {one.path!r}")
         return self
 
     def most_new_tokens(self, in_training: int) -> int:

@@ -34,8 +34,8 @@ _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
 # Knobs that only training reads. data.prompts is not among them, because held-out rows depend on
 # it.
 _TRAINS = ("steps.", "mix.", "rollout.", "run.seed", "train.")
-# Not compared, because checkpoints identify prompts by their tokens. A run that was started before
-# this knob existed has no value for it, and can continue only with false.
+# `add_special_tokens` is not compared, because checkpoints identify prompts by their tokens. A run
+# that was started before this knob existed has no value for it, and can continue only with false.
 _IN_TOKENS = {"add_special_tokens"}
 
 

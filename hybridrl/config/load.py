@@ -305,7 +305,7 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
             key,
             shown,
             "a section with keys",
-            f"Write `{key}:` with its keys indented below it.",
+            f"Write `{key}:`, and its keys on the next lines, indented.",
         )
     rule = details["msg"].removeprefix("Value error, ")
     name, colon, limit = rule.partition(": ")

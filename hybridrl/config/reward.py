@@ -56,14 +56,14 @@ class RewardConfig(ScorerConfig):
                 if getattr(self, name) != field.get_default():
                     raise ValueError(f"{name}: no value if functions is set")
         if self.accuracy is not None and self.accuracy not in self.functions:
-            known = ", ".join(self.functions) or "no value without functions"
-            raise ValueError(f"accuracy: {known}, not {self.accuracy!r}")
+            known = ", ".join(self.functions) or "null unless functions is set"
+            raise ValueError(f"accuracy: {known}")
         for name in self.functions:
             if not name.replace("_", "").replace("-", "").isalnum() or name in NOT_NAMES:
                 others = ", ".join(NOT_NAMES)
                 raise ValueError(
-                    f"functions: names that consist of letters, digits, _ and -, except {others}; "
-                    f"not {name!r}"
+                    f"functions: names of letters, digits, _ and -, unlike {name!r}; {others} are "
+                    "reserved"
                 )
         if self.error_value and self.on_error != "value":
             raise ValueError(f"error_value: no value unless on_error=value (it is {self.on_error})")

@@ -29,7 +29,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Probability mass for nucleus sampling. The default, 1, turns it off, because truncation would bias the policy gradient."""
     top_k: int = Field(0, ge=0)
-    """Number of most likely tokens from which a token is sampled. The default, 0, turns the limit off, because truncation would bias the policy gradient."""
+    """Number of most likely tokens that sampling may choose from. The default, 0, turns the limit off, because truncation would bias the policy gradient."""
     max_new_tokens: int = Field(256, ge=1)
     """Maximum length of a response in tokens. The default, 256, is enough for short answers; raise it for responses with reasoning."""
     stop_strings: Texts = ()

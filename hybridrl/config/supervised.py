@@ -90,9 +90,9 @@ class PairLossConfig(Section):
             ("target_margin", self.target_margin),
         ):
             if value and self.loss != "sigmoid":
-                raise ValueError(f"{knob}: 0 unless loss is sigmoid, not {value} with {self.loss}")
+                raise ValueError(f"{knob}: 0, because loss is {self.loss}, not sigmoid")
         if self.reference and self.loss == "odds_ratio":
-            raise ValueError("reference: only false with loss odds_ratio, which needs no reference")
+            raise ValueError("reference: false, because loss odds_ratio needs no reference model")
         return self
 
 

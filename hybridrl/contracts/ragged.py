@@ -1,4 +1,4 @@
-"""Stores ragged rows (tokens, versions, blobs) in flat tensors, one sample after another."""
+"""Stores rows of different lengths (tokens, versions, blobs) in flat tensors, sample by sample."""
 
 from __future__ import annotations
 

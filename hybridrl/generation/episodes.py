@@ -85,7 +85,7 @@ def completion_from_json(fields: Mapping[str, Any]) -> Completion:
 
 @dataclass
 class _Episode:
-    """An unfinished response.
+    """State of a response that is still being generated, in one or several turns.
 
     Attributes:
         actions: Tokens and text of each turn.

@@ -60,7 +60,7 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
     for new weights or other engines. Returns an empty mapping if a time is unknown.
 
     Args:
-        engines: Ranks with an engine; the others train.
+        engines: Ranks with an engine; all other ranks train.
     """
     if not all(clock.all_s for clock in clocks):
         return {}

@@ -74,7 +74,8 @@ def in_stacks(names: Sequence[str]) -> list[str]:
     each stack contiguously and in ascending order.
 
     Args:
-        names: Parameters in module order; only experts within a layer are reordered.
+        names: Parameter names in module order. The result changes only the order of experts within
+            a layer.
     """
     stacks: dict[str, list[tuple[int, str]]] = {}
     for name in names:

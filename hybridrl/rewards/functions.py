@@ -242,5 +242,8 @@ def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any
 
 def _unknown(name: str, remedy: str) -> UserError:
     return UserError(
-        "reward.function", name, f"{', '.join(REWARDS)} or package.module:function", remedy
+        "reward.function",
+        name,
+        f"{', '.join(REWARDS)}, or a package.module:function",
+        remedy,
     )

@@ -75,15 +75,15 @@ def test_a_name_brings_its_defaults_which_the_config_may_change() -> None:
     [
         (
             {"name": "ipo", "label_smoothing": 0.1},
-            "algorithm.label_smoothing: got .*; allowed: 0 unless loss is sigmoid",
+            "algorithm.label_smoothing: got .*; allowed: 0, because loss is .*, not sigmoid",
         ),
         (
             {"name": "orpo", "target_margin": 1.0},
-            "algorithm.target_margin: got .*; allowed: 0 unless loss is sigmoid",
+            "algorithm.target_margin: got .*; allowed: 0, because loss is .*, not sigmoid",
         ),
         (
             {"name": "orpo", "reference": True},
-            "algorithm.reference: got .*; allowed: only false with loss odds_ratio",
+            "algorithm.reference: got .*; allowed: false, because loss odds_ratio",
         ),
         ({"name": "dpo", "label_smoothing": 0.5}, r"algorithm\.label_smoothing"),
         ({"name": "kto", "beta": 0.0}, r"algorithm\.beta"),

@@ -280,7 +280,7 @@ def test_template_arguments_reach_every_rendering() -> None:
     assert isinstance(observed, list) and tokenizer.decode(observed).endswith("</think>\n\n")
     with pytest.raises(DataError, match="template_arguments.enable_thinkin: .*'enable_thinking'"):
         load(tokenizer, {"messages": [ONE, TWO]}, template_arguments={"enable_thinkin": False})
-    with pytest.raises(ValueError, match="any argument but tools"):
+    with pytest.raises(ValueError, match="no tools, because hybridrl"):
         DataConfig(template_arguments={"tools": []})
 
 

@@ -227,10 +227,10 @@ MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"prompts": ["a", "b"], "weights": [1]}, "2 numbers, one per source, not 1"),
+        ({"prompts": ["a", "b"], "weights": [1]}, "2 numbers, one per source, instead of 1"),
         ({"prompts": "a", "weights": [0]}, "a list of finite numbers above 0"),
         ({"prompts": "a", "weights": 1.0}, "a list of finite numbers above 0"),
-        ({"system_prompt": "x"}, "no value without chat_template=true"),
+        ({"system_prompt": "x"}, "null unless chat_template is true"),
         (
             {"eval_share": 0.1, "eval_prompts": "a"},
             r"^data\.eval_share: got 0\.1; allowed: 0 if eval_prompts is set\. ",

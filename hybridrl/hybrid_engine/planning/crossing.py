@@ -65,7 +65,7 @@ class _Pattern:
 class Crossings:
     """The pieces that are sent to each node from other nodes.
 
-    Pass `demands` to `balance_senders` before calling `way`, `streams` or `digest`.
+    `balance_senders(demands)` must run before `way`, `streams` or `digest` is called.
 
     Args:
         joined: Pieces that the targets need, and their owners.

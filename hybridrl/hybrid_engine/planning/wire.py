@@ -33,8 +33,8 @@ def kept_tensors(layout: RankLayout) -> frozenset[str]:
 
 
 def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayout]:
-    """Returns the layouts in units of elements of `itemsize` bytes; unchanged layouts are returned
-    as they are.
+    """Converts the layouts to units of elements of `itemsize` bytes. Layouts without fp32 tensors
+    need no conversion and are not copied.
 
     Args:
         layouts: Layouts of all ranks. Layouts that are one object here are one object in the

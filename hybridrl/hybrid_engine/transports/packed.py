@@ -144,7 +144,9 @@ class PackedTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels and collectives per run, whether or not a graph launches them."""
+        """Number of kernels and collectives that one `run()` launches, with or without a CUDA
+        graph.
+        """
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
         return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 

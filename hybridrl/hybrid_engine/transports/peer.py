@@ -90,7 +90,7 @@ class PeerTransport:
         for other, places in enumerate(self._sources):
             outside = sorted(name for name, place in places.items() if place is None)
             if outside:
-                raise PlanError(f"rank {other}: {outside[0]} is not in peer memory")
+                raise PlanError(f"parameter {outside[0]} of rank {other} is not in peer memory")
         self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
@@ -108,7 +108,7 @@ class PeerTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels, batches of copies and barriers per run."""
+        """Number of kernels, copy batches and barriers that one `run()` launches."""
         batches = sum(batch.num_launches for batch in self._batches)
         kernels = sum(kernel.num_launches for kernel in self._kernels)
         return kernels + batches + 2 * bool(self._plan.streams)

@@ -29,7 +29,7 @@ class Traffic:
         sent_bytes, received_bytes: Bytes over any kind of link.
         node_sent_bytes, node_received_bytes: Bytes sent to and received from ranks on other nodes.
         messages: Number of messages sent.
-        num_exchanges: Number of exchanges in the run.
+        num_exchanges: Number of exchanges.
         staging_bytes: Total size of the staging buffers.
     """
 
@@ -47,12 +47,12 @@ class Transport(Protocol):
 
     @property
     def launches(self) -> int:
-        """Number of kernels, batches of copies and collectives per run."""
+        """Number of kernels, copy batches and collectives that one `run()` launches."""
         ...
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory that stays allocated between runs, in bytes."""
+        """Device memory that stays allocated between calls of `run`, in bytes."""
         ...
 
     def prepare(self) -> None:
@@ -103,7 +103,7 @@ class ComputedCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels per run; a computed slice counts as one kernel."""
+        """Number of kernels that one `run()` launches; a computed slice counts as one kernel."""
         return self._copies.num_launches + len(self._slices)
 
     @property

@@ -1,4 +1,4 @@
-"""Computes length-dependent rotary positions once, for a run's longest sequence.
+"""Replaces rotary frequencies that vary with the sequence length by fixed ones.
 
 transformers and engines behave differently. With `longrope`, transformers (5.19) uses the long
 factors in each forward pass in which the longest row exceeds the original length. vLLM (0.32) uses
@@ -35,12 +35,13 @@ ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
 
 
 def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
-    """Returns a config.json with rotary positions that do not depend on sequence length.
+    """Returns a config.json with one set of rotary frequencies for all sequences of up to `longest`
+    tokens.
 
     Args:
         hf_config: Contents of config.json, which the family has already checked.
-        longest: Length of the run's longest sequence; may be None if positions never depend on
-            length.
+        longest: Length of the run's longest sequence. May be None if rotary frequencies never
+            depend on the sequence length.
 
     Raises:
         ModelError: The longest sequence exceeds `max_position_embeddings`.

@@ -45,9 +45,9 @@ def decoder_shape(
 
     Args:
         hf_config: Contents of config.json.
-        default_head_dim: Head size to use if the config does not set one; by default hidden size /
-            heads.
-        default_kv_heads: Number of key-value heads if the config lacks the key; by default one per
+        default_head_dim: Head size if config.json does not set `head_dim`. If None, the hidden size
+            divided by the number of heads.
+        default_kv_heads: Number of key-value heads if config.json does not set it. If None, one per
             query head.
         kinds: Values that `layer_types` may have.
 

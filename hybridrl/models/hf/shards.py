@@ -134,7 +134,7 @@ class HfPlaces:
     Args:
         shapes: Shape of every HF tensor in the directory, in file order.
         dtype: Stored type, except for tensors kept in fp32.
-        max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
+        max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class HfWriter:
         dtype: Stored type, except for tensors kept in fp32.
         config: Content of config.json.
         side_files: Directory from which tokenizer files are copied, if any.
-        max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
+        max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
         card: Text of README.md, or None.
 
     Raises:

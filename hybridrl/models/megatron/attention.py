@@ -48,8 +48,8 @@ class Bucket:
         query_index_NQ: Local positions of the queries.
         key_index_NK: Positions of the keys after the gather; with context parallelism, (rank,
             index) pairs.
-        query_position_NQ: Last key that each query attends to; None if queries and keys are the
-            same rows.
+        query_position_NQ: For each query, the index of the last key that it attends to. None if
+            queries and keys are the same rows.
     """
 
     query_index_NQ: torch.Tensor

@@ -113,7 +113,7 @@ class _Driven:
         """Sends nothing: tokens are read from the requests."""
 
     def on_idle(self) -> None:
-        """Does nothing. SGLang's own method checks memory pools while a server has no requests."""
+        """Does nothing. SGLang's version checks memory pools while a server has no requests."""
 
     @property
     def result_queue(self) -> Any:
@@ -155,9 +155,9 @@ class _Driven:
     def process_batch_result(self, batch: Any, result: Any) -> None:
         """Stores the tokens that a batch drew, and ends requests.
 
-        In a decode batch, SGLang's own code runs only for requests that end. For any other request,
-        SGLang's code would execute a dozen unneeded steps. These steps take the host longer than a
-        small model's forward pass takes the GPU.
+        From a decode batch, only requests that end are passed to SGLang's `process_batch_result`.
+        For all other requests, that method would execute a dozen unneeded steps, which take the
+        host longer than a small model's forward pass takes the GPU.
         """
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):

@@ -169,7 +169,9 @@ class HostsJob:
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:
-        """Chooses the largest number of ranks that the hosts can run, for the next start."""
+        """Plans the next start with as many ranks as the hosts can run. Returns False if they can
+        run none.
+        """
         size, used = next(self._layouts(hosts), (0, []))
         if not size:
             return False

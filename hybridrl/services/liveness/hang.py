@@ -3,10 +3,11 @@ torch.
 
 Pure logic: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle
 if none of its counters has changed for some time: its phase, its collectives, and the rounds of its
-loops (progress.py). An idle rank alone is not a hang. There is a hang if other idle ranks wait for
-an idle rank, or if all waiting ranks are in different collectives. A slow rank is not a hang,
-because it makes progress. A send and its receive form one operation. Two ranks that are both inside
-such an operation wait for no other rank, so the operation is reported as slow.
+loops (progress.py). A hang is reported if idle ranks wait for another idle rank, or if all waiting
+ranks are in different collectives. An idle rank that no rank waits for is not reported. A slow rank
+makes progress, so it is not reported as a hang. A send and its receive form one operation. Two
+ranks that are both inside such an operation wait for no other rank, so the operation is reported as
+slow.
 
 Hangs are reported but do not end the run. `run.stall_timeout_s` limits how long ranks wait for each
 other (watch.py).

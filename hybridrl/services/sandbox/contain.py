@@ -14,9 +14,10 @@ survive.
 bubblewrap offers similar isolation, but it is a system package that GPU images and clusters rarely
 have. If the trainer is root, bubblewrap either runs the program under root's user id, or needs user
 namespaces, which docker's root with SYS_ADMIN may not be allowed to create. Here, the program then
-runs as a separate user that owns no files. We would still need our own limits, system call filter,
-two roles, and a way to tell sandbox failures from program failures. bubblewrap would replace only
-`_build_root` and `_enter_namespaces`, about 90 lines. Requires Linux 5.12, or 5.14 without root.
+runs as a separate user that owns no files. bubblewrap would replace only `_build_root` and
+`_enter_namespaces`, about 90 lines. Resource limits, the system call filter, the two roles, and the
+distinction between sandbox failures and program failures would still be needed. Requires Linux
+5.12, or 5.14 without root.
 """
 
 from __future__ import annotations

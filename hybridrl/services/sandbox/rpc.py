@@ -2,7 +2,8 @@
 (program.py). Neither process runs code from the other.
 
 Messages are JSON (values.py). If a call changes a list, dict or other container that it received as
-an argument, the caller's container changes too. Imports only values.py from hybridrl.
+an argument, the caller's container changes too. values.py is the only module of hybridrl that this
+file imports.
 """
 
 from __future__ import annotations

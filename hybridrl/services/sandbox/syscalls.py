@@ -90,9 +90,9 @@ class Rule(NamedTuple):
 
 RULES = (
     # linux/fcntl.h: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_DUPFD_CLOEXEC,
-    # F_GETPIPE_SZ. Not allowed: changing pipe sizes, leases, notifications. The record locks
-    # F_SETLK and F_SETLKW could use unlimited kernel memory, so they are no-ops. Such locks matter
-    # only between processes, but SQLite needs the calls to succeed.
+    # F_GETPIPE_SZ. Not allowed: changing pipe sizes, leases, notifications. F_SETLK and F_SETLKW do
+    # nothing, because record locks could use unlimited kernel memory. Record locks matter only
+    # between processes, but SQLite needs the calls to succeed.
     Rule("fcntl", {1: (0, 1, 2, 3, 4, 5, 1030, 1032)}, errno.EPERM, no_op=(6, 7)),
     # asm-generic/ioctls.h: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
     Rule("ioctl", {1: (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}, errno.ENOTTY),
