@@ -150,7 +150,7 @@ def protect(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def protected() -> Iterator[None]:
-    """Protects stdout and stderr within the block, for a user's own program."""
+    """Context manager: protects stdout and stderr of a user's program until it exits."""
     before = {name: (getattr(sys, name), getattr(sys, f"__{name}__")) for name in NAMES.values()}
     protect(STDOUT, STDERR)
     made = {name: getattr(sys, name) for name in NAMES.values()}

@@ -96,7 +96,7 @@ class Platform:
 
     @contextlib.contextmanager
     def megatron_phase(self) -> Iterator[None]:
-        """Context for Megatron calls that contain CUDA literals; does nothing on CUDA."""
+        """Context manager for Megatron calls with hard-coded CUDA devices. Does nothing on GPUs."""
         if not self.is_cpu:
             yield
             return

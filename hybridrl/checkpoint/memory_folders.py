@@ -265,9 +265,9 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns how many bytes of host memory copies may use. This is at most half of the free
-    memory, because checkpoints and file reads also need memory, and at most the free space in the
-    memory file system.
+    """Returns how many bytes of host memory the copies of checkpoints may use: at most half of the
+    free memory, because checkpoints and file reads also need memory, and at most the free space in
+    the memory file system.
 
     Args:
         reserved: Bytes that checkpoints have already allocated. A negative number means bytes that

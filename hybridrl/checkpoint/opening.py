@@ -93,8 +93,8 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
 def damage_is_told(
     world: World, what: str, folder: Path, notify: Notify = print, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Runs a block in which a rank may find a damaged file. In that case all ranks raise the same
-    error, which names the newest undamaged checkpoint in the same folder.
+    """Context manager for reading a checkpoint. If any rank finds a damaged file, all ranks raise
+    the same error, which names the newest undamaged checkpoint in the folder.
 
     The block must not contain collectives, unless a collective that fails on one rank ends on all
     ranks.

@@ -75,8 +75,8 @@ class _Cut:
 def own_shares(
     optimizers: Iterable[Any], allocators: Callable[[int], Allocator] | None = None
 ) -> Iterator[None]:
-    """Within the block, `sharded_state_dict` of Megatron's distributed optimizers returns only the
-    parameters that this rank writes and reads. The optimizer states must exist.
+    """Context manager: until it exits, `sharded_state_dict` of Megatron's distributed optimizers
+    returns only the parameters that this rank writes and reads. The optimizer states must exist.
 
     Collective over the data-parallel ranks when saving.
 

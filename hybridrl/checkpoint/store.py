@@ -276,7 +276,9 @@ class CheckpointStore:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Calls `complete_at_end` if the block raises an error."""
+        """Context manager: if its block raises an error, calls `complete_at_end` and raises the
+        error again.
+        """
         try:
             yield
         except Exception:

@@ -267,7 +267,7 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Runs a block that writes files. Converts file system errors to CheckpointErrors with a
+    """Context manager for writing files: converts file system errors to CheckpointErrors with a
     remedy.
 
     Args:

@@ -314,7 +314,7 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
 
 
 class CustomAlgorithmConfig(Section):
-    """An algorithm in your own package."""
+    """An algorithm that you implement in your own package."""
 
     name: str = Field(pattern=DOTTED_PATH)
     """Dotted path 'package.module:Class' of a subclass of Algorithm."""

@@ -54,7 +54,7 @@ def imported(path: str) -> Any:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Runs a block that calls users' code, and turns attempts to end the process into errors.
+    """Context manager for calls of users' code: turns attempts to end the process into errors.
 
     Raises:
         UserError: The code called sys.exit, or raised something else that is not an Exception.

@@ -197,7 +197,7 @@ def check_observed(
     Args:
         observed_T: Whether each token came from an environment.
         lengths_B, prompt_lengths_B: Number of tokens in each sample and in its prompt.
-        who: Producer that errors name.
+        who: Producer to name in errors.
     """
     name, size = "observed_T", int(lengths_B.sum())
     check(observed_T, name, TOKEN_FLAG, size, who, NO_MASK)

@@ -104,7 +104,7 @@ class MicroBatch:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions: S, or the size of this rank's slice after `take_positions`."""
+        """Number of positions: S, or after `take_positions`, the number in this rank's slice."""
         return len(self.tokens_S)
 
     @property

@@ -114,8 +114,8 @@ class Prompt:
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:
-    """Serializes the contents of one prompt for a parquet cell. Returns empty bytes if there are
-    none.
+    """Serializes the contents of one prompt for a parquet cell. Returns empty bytes for an empty
+    sequence.
     """
     if not contents:
         return b""

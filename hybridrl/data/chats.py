@@ -170,9 +170,7 @@ class _ChatRenderer:
             )
         self._tokenizer, self._config = tokenizer, config
         self._counts, self._may_split = counts, may_split
-        found = getattr(
-            tokenizer, "added_tokens_decoder", {}
-        ).values()  # not every TextEncoder has it
+        found = getattr(tokenizer, "added_tokens_decoder", {}).values()  # some TextEncoders lack it
         special = [str(token) for token in found if token.special]
         self._ends = tuple({*special, *getattr(tokenizer, "all_special_tokens", ())} - {""})
         self._tails: dict[str, str] = {}
@@ -393,7 +391,7 @@ class _ChatRenderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special = getattr(self._tokenizer, "special_tokens_map", {})  # not every TextEncoder has it
+        special = getattr(self._tokenizer, "special_tokens_map", {})  # some TextEncoders lack it
         try:
             texts, found = render_jinja_template(
                 [messages],

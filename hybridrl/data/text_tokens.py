@@ -37,14 +37,14 @@ class TextTokens:
         self.name = type(tokenizer).__name__
         self._tokenizer = tokenizer
         self._without_space = _without_first_space(tokenizer)
-        added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # some TextEncoders lack them
         self._added = frozenset(added)
 
     @cached_property
     def front(self) -> tuple[int, ...]:
         """Special tokens that a transformers tokenizer puts before a text."""
         tokenizer = self._tokenizer
-        count = getattr(tokenizer, "num_special_tokens_to_add", None)  # not in every TextEncoder
+        count = getattr(tokenizer, "num_special_tokens_to_add", None)  # some TextEncoders lack it
         if count is None or not count():
             return ()
         for probe in _PROBES:

@@ -78,7 +78,8 @@ def engine_streams(
 
 @contextmanager
 def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
-    """Calls `keep` with every stage of a model with HF's module names.
+    """Context manager: forward passes call `keep` with the residual stream of each stage. The model
+    must use HF's module names.
 
     In vLLM and SGLang, layers and norms return the MLP's output and the stream separately. SGLang
     returns an object with the logits as an attribute.

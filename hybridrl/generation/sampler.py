@@ -481,8 +481,8 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """While the `with` block runs, generates samples for groups in flight and new prompts with
-        the current weights, if the schedule allows it. Collective.
+        """Context manager: while its block runs, generates samples for groups in flight and new
+        prompts with the current weights, if the schedule allows it. Collective.
 
         Args:
             waits: Context manager that is active while this rank waits for generation to pause,
@@ -689,8 +689,8 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Within the block, only `scorer` scores the generated samples; the environment and reward
-        models do not.
+        """Context manager: until it exits, samples are scored only by `scorer`, not by the
+        environment or by reward models.
         """
         kept = self.scorer, self.reward_models, self.episodes
         self.scorer, self.reward_models, self.episodes = scorer, (), None

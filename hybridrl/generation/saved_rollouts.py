@@ -122,7 +122,9 @@ def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> b
 
 
 def turns_fit(began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether a response that waits for its environment may continue with `sampling`."""
+    """Whether a response that waits for its environment may continue with these sampling
+    parameters.
+    """
     if began is None or not _same_but_for_length(began, sampling):
         return False
     return began.max_new_tokens <= sampling.max_new_tokens

@@ -183,7 +183,7 @@ class HybridEngine:
         is_computed = any(not isinstance(tensor, Tensor) for tensor in weights.values())
         traits = _Traits(is_computed, *forgets(target))
         traits = _agree(error, "".join(plan.hash() for plan in plans), traits, peers)
-        self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # by `keeps_memory`
+        self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # key: `keeps_memory`
         self.plan, self._changing = plans[0], plans[-1]
         self._has_frozen = False  # whether all engines have received the frozen weights
         self._wire_dtype, self._target_layout = wire_dtype, own[1]

@@ -119,9 +119,9 @@ class Checkpoints(Observer):
 
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
-        """Saves the run if a signal arrives during the block, unless nothing changed since the last
-        checkpoint. Also saves the responses of the unfinished step, and finishes writing a
-        checkpoint that is in progress.
+        """Context manager: if a signal arrives while its block runs, completes the checkpoint in
+        progress and saves the run with the responses of the unfinished step. Nothing is saved if
+        nothing changed since the last checkpoint.
         """
 
         def save(stop: StopAsked) -> None:

@@ -61,8 +61,7 @@ class MemoryLedger:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the ledger and remedies to an out-of-memory error that torch or vLLM raises in the
-        block.
+        """Context manager: adds the ledger and remedies to out-of-memory errors from torch or vLLM.
 
         Raises:
             DeviceMemoryError: Replaces the out-of-memory error.

@@ -51,7 +51,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Traces the block if `step` is one of the steps to trace."""
+        """Context manager: profiles its block if `step` is one of the steps to trace."""
         if step not in self._steps:
             yield
             return
@@ -208,7 +208,7 @@ class _Parts:
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        """Stops the profiler during UNPROFILED phases."""
+        """Context manager around a phase: pauses the profiler if the phase is in UNPROFILED."""
         if phase not in UNPROFILED:
             yield
             return

@@ -90,7 +90,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block as phase `name`, even if the block raises an error.
+        """Context manager: measures its block as phase `name`, even if the block raises an error.
 
         After an exception, the file still names this phase, because the rank failed in it, and the
         peak memory is still available to explain an out-of-memory error.

@@ -265,8 +265,8 @@ class World:
 
     @contextlib.contextmanager
     def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
-        """Runs a block that may fail on some ranks. Afterwards, either all ranks continue or all
-        ranks raise an error.
+        """Context manager for work that may fail on some ranks: after its block, either all ranks
+        continue or all ranks raise an error.
 
         Each rank may set the agreement's `value`. After the block, `values` contains the values of
         all ranks.
@@ -280,7 +280,7 @@ class World:
 
         Args:
             what: Name of the block's work, for messages.
-            is_unbounded: Whether collectives in the block have no timeout in the default group,
+            is_unbounded: Whether the block's collectives in the default group have no timeout,
                 because a library reads or writes files between them.
 
         Raises:
@@ -322,7 +322,7 @@ class World:
 
     @contextlib.contextmanager
     def _unbounded(self, is_unbounded: bool) -> Iterator[None]:
-        """Disables the timeout of collectives in the default group while the block runs."""
+        """Context manager: disables the timeout of collectives in the default group."""
         if not is_unbounded:
             yield
             return
@@ -335,8 +335,8 @@ class World:
 
     @contextlib.contextmanager
     def _explained(self, what: str, room: WaitingRoom | None = None) -> Iterator[None]:
-        """Converts the error from a failed collective to one that names the work and the failed
-        rank.
+        """Context manager: if a collective fails, raises a PeerError that names the work and the
+        failed rank.
         """
         try:
             yield

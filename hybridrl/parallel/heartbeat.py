@@ -140,10 +140,10 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Names the work in the block, so that heartbeats can report it.
+        """Context manager: names the work of its block, so that heartbeats can report it.
 
         Args:
-            is_unbounded: Whether collectives in the block have no timeout.
+            is_unbounded: Whether the block's collectives have no timeout.
         """
         self._parts.append(what)
         before = self._within_since

@@ -201,9 +201,9 @@ class TrainLayout:
     def chunk_sizes(self, num_layers: int) -> list[int]:
         """Returns the number of layers in each of the `pp * vpp` model chunks, in layer order.
 
-        If the layers cannot be divided evenly, some chunks have one layer less. These are chosen in
-        a fixed order: the last chunk, because it also computes the logits; the first chunk, because
-        it contains the embedding; and then the other chunks, from the end.
+        If the layers cannot be divided evenly, some chunks have one layer less. The last chunk is
+        the first to have fewer layers, because it also computes the logits; then the first chunk,
+        because it contains the embedding; then the other chunks, from the end.
 
         Raises:
             ValueError: There are fewer layers than chunks.

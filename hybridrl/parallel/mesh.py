@@ -122,7 +122,8 @@ class Mesh:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Installs this mesh's groups in Megatron's global variables while the block runs.
+        """Context manager: installs this mesh's groups in Megatron's global variables until it
+        exits.
 
         This is cheap if they are already installed. If Megatron changes a variable in the block
         (the current virtual pipeline stage), the next call of `active` installs the changed value.
@@ -140,7 +141,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def as_world(self, module: ModuleType) -> Iterator[None]:
-        """Makes a Megatron module collect objects only from the ranks of this mesh."""
+        """Context manager: a Megatron module gathers objects only from the ranks of this mesh."""
         if self.is_whole_world:
             yield
             return
@@ -358,7 +359,7 @@ def _set(groups: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _kept_groups() -> Iterator[None]:
-    """Clears Megatron's groups while the block runs, and restores them afterwards."""
+    """Context manager: clears Megatron's groups, and restores them at exit."""
     before = _globals()
     _set({name: {} if isinstance(value, dict) else None for name, value in before.items()})
     try:
@@ -369,10 +370,10 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Makes Megatron create groups as if `ranks` were the whole world.
+    """Context manager: makes Megatron create groups as if `ranks` were the whole world.
 
-    In the block, the number of this rank is its index in `ranks`. A rank outside `ranks` has the
-    number -1, so that it is in no group.
+    To Megatron, this rank's number is its index in `ranks`, or -1 if it is not in `ranks`, so that
+    it joins no group.
     """
     if len(ranks) == dist.get_world_size():
         yield

@@ -86,7 +86,8 @@ def check_stop(world: World) -> None:
 def stops_on_signals(
     world: World, save: Callable[[StopAsked], None], notice: Notice
 ) -> Iterator[None]:
-    """Records signals for `StopAsked` while the block runs; a second signal ends the process.
+    """Context manager: records signals for `StopAsked` while its block runs. A second signal ends
+    the process.
 
     If called in a thread other than the main thread, it leaves signal handlers unchanged, because
     Python runs handlers only in the main thread. If user code ends the process with an exception

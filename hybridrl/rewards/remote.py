@@ -129,7 +129,7 @@ class Remote:
 
 
 class _Attempt:
-    """One POST request. Afterwards, either `answer` or `error` is set."""
+    """A single try to send a POST request. At its end, either `answer` or `error` is set."""
 
     def __init__(
         self,

@@ -198,7 +198,9 @@ class TrainedModelMemory:
 
     @contextmanager
     def watching(self, num_tokens: int) -> Iterator[None]:
-        """Measures peak GPU memory of passes over micro-batches of at most `num_tokens` tokens."""
+        """Context manager: measures the peak GPU memory of passes over micro-batches of at most
+        `num_tokens` tokens.
+        """
         if self._device.type == "cpu":
             yield
             return
@@ -211,7 +213,7 @@ class TrainedModelMemory:
     def growth_bytes(self) -> int:
         """Additional memory that passes over full micro-batches would need.
 
-        Extrapolates linearly from the largest micro-batch since the last release, because
+        Extrapolates from the largest micro-batch since training memory was last released, because
         activations grow in proportion to the number of tokens.
         """
         tokens, taken = self._fullest
@@ -228,7 +230,7 @@ class TrainedModelMemory:
             yield optimizer.optimizer
 
     def _state_storages(self) -> list[torch.UntypedStorage]:
-        """Returns each storage of masters and moments once, in a fixed order."""
+        """Returns the storages of masters and moments without duplicates, in a fixed order."""
         found: dict[int, torch.UntypedStorage] = {}
         for optimizer in self._adams():
             for parameter in _parameters(optimizer):
@@ -242,7 +244,7 @@ class TrainedModelMemory:
 
 @contextmanager
 def released(memories: Sequence[Restorable]) -> Iterator[None]:
-    """Releases training memory for the duration of the block.
+    """Context manager: releases training memory until it exits.
 
     If the block raises, the memory stays released, because restoring it may be collective.
     """

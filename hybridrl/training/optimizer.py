@@ -103,7 +103,8 @@ def wrap_for_training(
 
 @contextmanager
 def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
-    """Makes a wrapper that is built in this context store the experts of each layer contiguously.
+    """Context manager: a Megatron wrapper that is built in this context stores the experts of each
+    layer contiguously.
 
     An engine that stacks the same experts can then use them in place (models/expert_stacks.py). The
     wrapper stores parameters in the order of `named_parameters`. In that order, the two matrices of

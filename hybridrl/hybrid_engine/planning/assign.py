@@ -88,7 +88,7 @@ def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
     """Returns how many of these ranks are on each node; None if the numbers differ between nodes.
 
     Args:
-        ranks: Ranks, ascending.
+        ranks: Ranks in ascending order.
         domain_size: Number of consecutive ranks on one node.
     """
     nodes = Counter(rank // domain_size for rank in ranks)

@@ -286,7 +286,7 @@ class _Dealt:
         """Moves experts around a cycle of ranks: each rank gives experts of its cheapest kind to
         the next rank.
 
-        Each rank gives as many experts as every rank of the cycle can give.
+        All ranks give the same number of experts, the largest number that each of them can give.
         """
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []

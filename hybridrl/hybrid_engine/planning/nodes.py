@@ -277,8 +277,8 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
     """Returns a lower bound for the number of elements that the busiest sender sends.
 
-    Elements that only a given set of senders holds must be sent by that set. The bound is the
-    maximum, over all sets, of the number of these elements divided by the size of the set.
+    For each set of senders, the elements that no other sender holds are divided by the number of
+    senders in the set. The bound is the largest quotient.
     """
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:

@@ -6,7 +6,7 @@ the long factors for all sequences if `max_model_len` exceeds the original lengt
 none. Keys that were cached with short factors would be wrong once long factors apply. A run
 therefore uses only one kind of factor, chosen as in vLLM. With `dynamic`, both libraries use
 unscaled positions up to `max_position_embeddings`; beyond that, transformers scales by the length
-of each forward pass, and vLLM does not scale. No torch.
+of each forward pass, and vLLM does not scale. Does not import torch.
 
 Invariant: with a config returned by `at_length`, training, engines and transformers use the same
 angles in every forward pass over sequences up to that length.

@@ -45,7 +45,9 @@ COMPARED_BYTES = 64 << 20  # number of bytes to compare at a time
 
 @contextmanager
 def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
-    """Opens a safetensors file; raises CheckpointError if it is missing or damaged."""
+    """Context manager: opens a safetensors file. Raises CheckpointError if it is missing or
+    damaged.
+    """
     if file.exists():
         regular_file_bytes(file, CheckpointError, "a safetensors file")
     try:

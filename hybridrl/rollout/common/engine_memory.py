@@ -223,8 +223,9 @@ class EngineMemory:
     def clear_lent(self) -> None:
         """Clears lent pieces of the KV cache, which contain gradients, before generation.
 
-        Attention multiplies masked values by 0, but gradients that are read as 16-bit numbers may
-        be NaN. New memory needs no clearing, because the driver clears it.
+        Attention multiplies the values of masked positions by 0, but the remains of gradients may
+        be NaN when they are read as 16-bit values, and 0 * NaN is NaN. Newly mapped memory needs no
+        clearing, because the driver clears it.
         """
         for piece in self._pieces:
             if piece.tag == KV_CACHE and piece.address in self._lent:

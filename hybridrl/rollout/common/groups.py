@@ -63,8 +63,8 @@ def over_layout(
 def engine_world(
     parallel_state: Any, size: int, build_group: Callable[..., Any], build_world: Callable[..., Any]
 ) -> Iterator[None]:
-    """Within the `with` block, makes a package build its groups with these functions, as if the job
-    had `size` ranks.
+    """Context manager: a package that builds its process groups in this context calls these
+    functions, and sees a job with `size` ranks.
     """
     distributed, torch_view = View(dist), View(torch)
     distributed.get_world_size = lambda group=None: (

@@ -60,7 +60,8 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
 
 @contextmanager
 def changed_parts_explained(version: str, support: Support) -> Iterator[None]:
-    """Raises UserError if a package without tests fails because it lacks a part that hybridrl uses.
+    """Context manager: raises UserError if an untested version of a package fails because it lacks
+    something that hybridrl uses.
 
     Args:
         version: Name and version of the installed package.

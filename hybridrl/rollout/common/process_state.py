@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Restores torch's global generators afterwards; with `everywhere`, also numpy's and Python's.
+    """Context manager: restores torch's global random generators at exit; with `everywhere`, also
+    numpy's and Python's.
 
     Engines seed all generators when they start, and draw from torch's generators in every step. The
     trainer's dropout and data order must not depend on this.
@@ -36,7 +37,7 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def kept_variables(names: Iterable[str]) -> Iterator[None]:
-    """Restores environment variables afterwards."""
+    """Context manager: restores environment variables at exit."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -63,7 +64,7 @@ def ranks_in_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_variables(names: Sequence[str]) -> Iterator[None]:
-    """Removes environment variables temporarily."""
+    """Context manager: removes environment variables, and restores them at exit."""
     with kept_variables(names):
         for name in names:
             os.environ.pop(name, None)

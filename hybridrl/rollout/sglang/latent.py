@@ -12,7 +12,7 @@ from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 
 @contextlib.contextmanager
 def latents_on_cpu() -> Iterator[None]:
-    """Makes an engine that starts within the `with` block compute latent attention with torch.
+    """Context manager: an engine that starts in this context computes latent attention with torch.
 
     Works around SGLang 0.5.16 to 0.5.23. SGLang's table of attention backends uses Triton's entry
     for torch's attention. Torch's attention then expects the cache of latents to contain keys and

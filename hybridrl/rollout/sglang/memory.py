@@ -70,8 +70,8 @@ class EnginePools:
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Within the `with` block, new tensors are allocated in this tag's pool. SGLang calls this
-        method once for weights and any number of times for the KV cache.
+        """Context manager: new tensors are allocated in this tag's pool. SGLang enters it once for
+        weights and any number of times for the KV cache.
 
         When the region for weights ends, memory that only loading needed is released, because
         SGLang then measures free memory to size its KV cache. Raises RuntimeError if the pool was
@@ -148,7 +148,7 @@ def _without_expandable_segments() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
-    """Makes an engine that starts within the `with` block allocate its memory in `pools`. If
+    """Context manager: an engine that starts in this context allocates its memory in `pools`. If
     `pools` is None, SGLang allocates the memory itself, on GPUs with torch_memory_saver.
     """
     if pools is None:

@@ -96,9 +96,9 @@ class RecordedExperts:
 
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
-    """Makes an engine that starts within the `with` block create its recorder with `listen`, before
-    graphs are captured. `listen` receives the number of slots in the KV cache, and returns None if
-    experts are not recorded.
+    """Context manager: an engine that starts in this context creates its recorder with `listen`,
+    before graphs are captured. `listen` receives the number of slots in the KV cache, and returns
+    None if experts are not recorded.
     """
     from sglang.srt.model_executor import model_runner
 

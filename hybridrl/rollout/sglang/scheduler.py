@@ -37,7 +37,9 @@ class _Silence:
 
 @contextlib.contextmanager
 def without_watchdog() -> Iterator[None]:
-    """Disables the thread that ends the process if no batch runs for a while."""
+    """Context manager: disables SGLang's watchdog, a thread that ends the process if no batch runs
+    for a while.
+    """
     from sglang.srt.managers import scheduler
 
     with replaced(scheduler, "create_scheduler_watchdog", lambda *args, **kwargs: None):
@@ -246,8 +248,8 @@ class _Driven:
 
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
-    """Prevents SGLang from inserting a prompt into the cache if the cache already contains all of
-    its tokens except the last. Most samples of a prompt meet this condition.
+    """Context manager: prevents SGLang from inserting a prompt into the cache if all of its tokens
+    except the last are already cached. Most samples of a prompt meet this condition.
 
     Inserting such a prompt would take a dozen device operations per request.
     """

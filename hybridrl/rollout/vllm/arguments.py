@@ -24,10 +24,10 @@ CPU_BLOCK_SIZE = 32
 CPU_LATENT_BLOCK_SIZE = 16  # the only size that vLLM's kernel for latent attention supports
 CPU_PREFILL_TOKENS = 8192
 # Number of tokens that a step computes. The minimum is vLLM's default for an engine inside a
-# process (2,048, arg_utils.py, 0.26). With this number, only some of the requests with short
-# prompts can start in the same step. The requests then end in different steps, and vLLM's slow
-# scheduler runs in each of these steps. Steps of small models therefore compute more tokens, as
-# long as their activations are small.
+# process (2,048, arg_utils.py, 0.26). So few tokens let only some of the requests with short
+# prompts start in the same step. The requests then end in different steps, and vLLM's slow
+# scheduler runs in each of these steps. For small models, the number is therefore raised until
+# activations take GPU_PREFILL_BYTES, up to the maximum.
 GPU_MIN_PREFILL_TOKENS, GPU_MAX_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
 GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense models support
 # Maximum share of usable memory for weights and a KV cache of the size that we compute; the rest is

@@ -47,7 +47,7 @@ def _no_map(name: str) -> ModelError:
     return ModelError(
         "config.json",
         name,
-        "a mixture whose layers have vLLM's expert_map, to keep experts where they are trained",
+        "a model whose expert layers have vLLM's expert_map, which rollout.ep above 1 needs",
         "Set rollout.ep=1.",
     )
 

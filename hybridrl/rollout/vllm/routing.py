@@ -28,8 +28,8 @@ class RecordedExperts:
         cache: vLLM's `KVCacheConfig` on this rank.
 
     Raises:
-        ModelError: If a layer with experts has no observable router, or if keys may lose their
-            slots before a request ends.
+        ModelError: A layer with experts has no observable router, or vLLM may free KV cache slots
+            before a request ends.
     """
 
     def __init__(

@@ -195,8 +195,7 @@ def _compute_with_live_parameters() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout) -> Iterator[None]:
-    """Within the `with` block, makes vLLM build its process groups over the ranks that the layout
-    assigns.
+    """Context manager: makes vLLM build its process groups over the ranks that the layout assigns.
 
     vLLM maps its grid (replicas, ..., tensor parallel) to consecutive ranks; here each grid
     position is translated to the rank that the layout assigns.
@@ -234,7 +233,8 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with vLLM's new module while the memory pool for weights is in use.
+    """Context manager: when vLLM has created its module, calls `prepare` with it while the memory
+    pool for weights is in use.
 
     The pool can then free the parameters that `prepare` replaces.
     """
@@ -263,8 +263,8 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator[None]:
-    """Calls `listen` with the module and the KV cache's configuration, after the cache is
-    allocated.
+    """Context manager: when vLLM has allocated its KV cache, calls `listen` with the module and the
+    cache's configuration.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -281,7 +281,7 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator
 
 @contextlib.contextmanager
 def second_runner(architectures: Sequence[str]) -> Iterator[None]:
-    """Makes an engine that starts within the `with` block use vLLM's second model runner if
+    """Context manager: an engine that starts in this context uses vLLM's second model runner if
     possible.
 
     vLLM 0.26 uses this runner for dense models and for listed mixtures of experts; newer versions

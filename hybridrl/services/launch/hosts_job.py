@@ -2,10 +2,10 @@
 torch.
 
 Decides which hosts participate; the `Cluster` (hosts.py, ray_cluster.py) connects to them. A host
-is lost if the connection to it is lost. The job then checks the host once, and continues without it
-if it does not respond. If no layout fits the remaining hosts, the job waits up to BACK_S for lost
-hosts. While a job runs with fewer ranks than at first, the cluster is checked every ASK_EVERY_S. As
-soon as more ranks can train, the ranks save, end and restart on more hosts.
+counts as lost when the connection to it breaks. The job then checks the host once, and continues
+without it if it does not respond. If no layout fits the remaining hosts, the job waits up to BACK_S
+for lost hosts. While a job runs with fewer ranks than at first, the cluster is checked every
+ASK_EVERY_S. As soon as more ranks can train, the ranks save, end and restart on more hosts.
 
 If a job may restart, a host ends its ranks when it has received nothing for LEASE_S (node.py), so
 that ranks from two starts never train at the same time.

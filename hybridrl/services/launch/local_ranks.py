@@ -369,7 +369,8 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects in a list the signals that ask a run to stop, each recorded as SIGINT or SIGTERM.
+    """Context manager: yields a list of the signals received that ask a run to stop, each recorded
+    as SIGINT or SIGTERM.
 
     Copies of the first signal are ignored, because a terminal sends a signal to both this process
     and its parent.

@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass
 class Result:
-    """Outcome of a search.
+    """Outcome of a search for the fastest configuration.
 
     Args:
         best: Fastest candidate of each layout that fits, ordered by predicted step time.

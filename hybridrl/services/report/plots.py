@@ -18,7 +18,7 @@ Kind = Literal["lines", "stack"]
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure on the page.
+    """A figure on the report page.
 
     Args:
         title: Title of the figure.
