@@ -56,8 +56,8 @@ def overlong_penalty(response_lengths_B: Tensor, longest: int, buffer: int) -> T
     """Returns the penalty for long responses (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
     Returns:
-        (B,) float64: 0 up to `longest - buffer` tokens, falling linearly to -1 at `longest`, and -1
-        beyond.
+        (B,) float64: 0 for responses of up to `longest - buffer` tokens, then falling linearly to
+        -1 at `longest` tokens, and -1 for longer responses.
     """
     over_B = response_lengths_B.double() - (longest - buffer)
     return -(over_B / buffer).clamp(0, 1)
@@ -211,7 +211,7 @@ def informative_scale(is_uninformative_B: Tensor) -> float:
     """Returns B / (B - M) if M of B samples are uninformative, or 1 if all samples are
     uninformative.
 
-    This is GPG's accurate gradient estimation (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
+    GPG calls this factor accurate gradient estimation (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
     num_informative = int((~is_uninformative_B).sum())
     return len(is_uninformative_B) / num_informative if num_informative else 1.0
@@ -233,8 +233,8 @@ def kl_cov_mask(
 ) -> Tensor:
     """Returns a mask of the tokens that KL-Cov penalises (Cui et al. 2025, eq. 13): (R,) bool.
 
-    These are the max(1, int(fraction * N)) tokens with the highest covariance among the N tokens on
-    all ranks. Tokens with equal covariances are ordered by their keys, smallest first.
+    KL-Cov penalises the max(1, int(fraction * N)) tokens with the highest covariance among the N
+    tokens on all ranks. Tokens with equal covariances are ordered by their keys, smallest first.
     """
     covariance_R, count = covariance(advantages_R, logp_R, over), max(int(fraction * over.num), 1)
     candidates = torch.arange(len(covariance_R))

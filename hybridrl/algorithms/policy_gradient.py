@@ -300,11 +300,11 @@ def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns, at each token, the mean over its response; the gradient flows only through the
+    """Returns, at each token, the mean over its response. The gradient flows only through the
     token's own value.
 
-    This is the form used by GSPO-token (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens
-    of a response have the same weight, the total gradient equals the gradient of the mean.
+    GSPO-token uses this form (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens of a
+    response have the same weight, the total gradient equals the gradient of the mean.
     """
     mask_S = micro.loss_mask_S
     count_S = sequence_sum(mask_S.to(value_S.dtype), micro).clamp(min=1)

@@ -256,7 +256,7 @@ class Room(Protocol):
 
 
 class MemoryRoom:
-    """A destination in host memory."""
+    """Host memory into which a file is read."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content

@@ -80,7 +80,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class _KeptCopy:
-    """A complete copy.
+    """A complete copy of a checkpoint in memory.
 
     Args:
         step: Number of finished steps.

@@ -232,9 +232,9 @@ def _separate_storages(state: dict[str, Any]) -> None:
     """Gives each tensor in memory that numpy allocated a separate storage of exactly its size. No
     data are copied.
 
-    Otherwise the writer would clone every view, such as the two halves of a feed-forward layer. The
-    writer still clones the parameters themselves on a CPU, because their storages must remain
-    resizable, and numpy prevents that.
+    With shared storages, the writer would clone every view, such as the two halves of a
+    feed-forward layer. The writer still clones the parameters themselves on a CPU, because their
+    storages must remain resizable, and numpy prevents that.
     """
     apply_factories(state)
     for part in nested_values(state):

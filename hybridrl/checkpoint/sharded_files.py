@@ -156,7 +156,8 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """This rank's files for a state. They are first planned, then written, then added to the index.
+    """This rank's files for a state. The files are first planned, then written, then added to the
+    index.
 
     Args:
         writer: Writer of this rank's files.

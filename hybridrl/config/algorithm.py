@@ -136,7 +136,7 @@ def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
     """Returns the section with token-level importance weights (TIS) turned on, unless the section
     sets `weight` or `proximal` itself.
 
-    This default suits samples that older weights generated. The weights are per token, because the
+    TIS suits samples that older weights generated. It weights each token separately, because the
     product of ratios over a response that several weight versions generated has unbounded variance.
     """
     given = section.correction.model_fields_set
@@ -247,7 +247,7 @@ class ReinforceConfig(PolicyGradientConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL. The default, 'k1', is the paper's."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token. The default 1 suits a reward that comes once, at the end."""
+    """Discount per token. The default, 1, suits a single reward at the end of the response."""
 
 
 class PpoConfig(PolicyGradientConfig):
@@ -262,7 +262,7 @@ class PpoConfig(PolicyGradientConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL. The default, 'k1', is the plain log-ratio, which is unbiased as part of a reward."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token. The default 1 suits a reward that comes once, at the end."""
+    """Discount per token. The default, 1, suits a single reward at the end of the response."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """Lambda of generalised advantage estimation: a smaller lambda means less variance but more bias. The default, 0.95, is the PPO paper's value."""
     gae_length_alpha: float | None = Field(None, gt=0)

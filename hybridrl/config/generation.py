@@ -68,7 +68,7 @@ def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tup
     """Returns the end tokens from the model's generation_config.json; empty if there is no such
     file.
 
-    They apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
+    End tokens apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
     models) list the token that ends a turn only in this file, and never stop without it.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counterpart:
-    """Counterpart of another system's option.
+    """The knobs that replace an option of another system.
 
     Args:
         keys: Dotted names of our knobs; `NAME` stands for a name that the user chooses. Empty if no

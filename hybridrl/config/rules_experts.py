@@ -1,6 +1,6 @@
 """Rules on experts in an engine: their layout, and the recording of chosen experts. No torch.
 
-These rules read only the model's HF config.json and skip keys that it lacks.
+The rules read only the model's HF config.json, and skip keys that this file lacks.
 """
 
 from __future__ import annotations

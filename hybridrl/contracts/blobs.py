@@ -22,7 +22,7 @@ Blobs = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class BlobKind:
-    """A declared kind of blob.
+    """Declaration of a kind of blob: its name, dtypes and shape.
 
     Args:
         name: Name of the blob.

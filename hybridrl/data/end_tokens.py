@@ -47,8 +47,8 @@ def turn_end(tokenizer: Any) -> int | None:
     """Returns the special token with which the chat template ends a turn of the assistant. Returns
     None if there is no template, or if the template ends turns without a special token.
 
-    This token follows the last answer of a chat. A template may put a different token between two
-    turns (gpt-oss).
+    The returned token follows the last answer of a chat. Between two turns, a template may put a
+    different token (gpt-oss).
     """
     if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
         return None

@@ -201,8 +201,8 @@ def _compare(
     numerics = judge_numerics(
         _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds
     )
-    # State the length, because engine and trainer may differ on longer prompts although they agree
-    # on these, for example beyond an attention window.
+    # State the length, because engine and trainer may agree on these prompts but differ on longer
+    # ones, such as prompts that are longer than an attention window.
     longest = max(map(len, prompts))
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     found = {

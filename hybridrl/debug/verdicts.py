@@ -33,7 +33,7 @@ LOOK_AT = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One verdict.
+    """A verdict on whether engine and trainer agree.
 
     Args:
         agrees: Whether engine and trainer agree.
@@ -278,7 +278,7 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
     """Returns the first stage whose difference exceeds both `floor` and JUMP times the difference
     of the stage before.
 
-    A difference that gradually grows beyond the floor does not stand out.
+    A difference that exceeds the floor after gradual growth over several stages does not stand out.
     """
     before = 0.0
     for stage, difference in differences:

@@ -45,7 +45,7 @@ class _BatchContent(BaseModel, extra="forbid"):
 
 
 class _Content(BaseModel, extra="forbid"):
-    """JSON of a file."""
+    """JSON header of a saved batch."""
 
     step: int = Field(ge=1)
     update: int = Field(ge=0)

@@ -47,7 +47,7 @@ def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
 def is_old_export(hf_config: Mapping[str, Any]) -> bool:
     """Whether the model was exported by a hybridrl version that did not name the score token.
 
-    Such exports contain `num_labels` in config.json; transformers writes `id2label` instead.
+    Old exports contain `num_labels` in config.json; transformers writes `id2label` instead.
     """
     return KEY not in hf_config and "num_labels" in hf_config and "id2label" not in hf_config
 

@@ -113,7 +113,7 @@ class WeightSource(Protocol):
     def frozen(self) -> frozenset[str]:
         """Local names of tensors that never change.
 
-        These tensors are sent once, and again only if an engine has lost them or a checkpoint has
+        Frozen tensors are sent once, and again only if an engine has lost them or a checkpoint has
         been loaded.
         """
         ...

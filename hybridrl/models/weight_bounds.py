@@ -1,6 +1,6 @@
 """Detects weights that have become too large, or not finite, during training.
 
-This check reads all weights, so it runs only after a failure that exploded weights could explain.
+The check reads all weights, so it runs only after failures that very large weights could explain.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
 def from_rank_0(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only and returns its result on all ranks; collective.
 
-    It also works before `start_process_group`. The result (or the UserError) must be picklable.
+    May be called before `start_process_group`. The result of `make`, or its UserError, must be
+    picklable.
 
     Raises:
         UserError: `make` raised it; raised on every rank.
@@ -139,7 +140,7 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
     """Waits until all ranks have announced their start in the store.
 
-    This is needed because creating the process group does not wait long enough.
+    torch does not wait long enough when it creates the process group.
 
     Raises:
         PeerError: Some ranks, which the message names, did not start.

@@ -3,9 +3,9 @@ import torch.
 
 A training layout arranges all ranks in a grid with the axes tp, cp, dp and pp. `order` lists the
 axes from the fastest-varying to the slowest, as in Megatron's
-`initialize_model_parallel(order=...)`, so Megatron and hybridrl assign the same coordinates. Expert
-parallelism divides the ranks of a pipeline stage a second time, along the axes etp, ep and edp.
-This does not affect dense weights.
+`initialize_model_parallel(order=...)`, so Megatron and hybridrl assign the same coordinates. For
+expert weights only, the ranks of a pipeline stage are divided a second time, along the axes etp, ep
+and edp.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ class TrainLayout:
         """Whether the ranks that share experts with `rank` can gather tokens instead of routing
         them.
 
-        They gather tokens if two conditions hold. First, they must all be tensor-parallel ranks of
-        one replica, which hold shares of the same micro-batch. Second, gathering must send each
-        token at most as often as routing, which sends a token once per selected expert.
-        `models/megatron/dispatch.py` makes the same decision from process groups.
+        Ranks gather tokens if two conditions hold. First, all ranks that share the experts must be
+        tensor-parallel ranks of one replica, which hold shares of the same micro-batch. Second,
+        gathering must send each token at most as often as routing, which sends a token once per
+        selected expert. `models/megatron/dispatch.py` makes the same decision from process groups.
 
         Args:
             experts_per_token: Number of experts that process a token.

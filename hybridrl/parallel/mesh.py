@@ -125,8 +125,9 @@ class Mesh:
         """Context manager: installs this mesh's groups in Megatron's global variables until it
         exits.
 
-        This is cheap if they are already installed. If Megatron changes a variable in the block
-        (the current virtual pipeline stage), the next call of `active` installs the changed value.
+        Entering is cheap if the groups are already installed. If Megatron changes a variable before
+        the exit (the current virtual pipeline stage), the next call of `active` installs the
+        changed value.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):

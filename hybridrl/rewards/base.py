@@ -298,8 +298,8 @@ class Scorer:
         the first failure and replaces missing outcomes by a number.
 
         A function receives the row's prompt, the text of the response and the row's other columns.
-        It is called once per sample or, if it is batched, once with lists for all samples. The
-        function returns one float per sample.
+        A batched function is called once with lists for all samples, any other function once per
+        sample. The function returns one float per sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]

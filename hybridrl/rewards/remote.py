@@ -101,7 +101,7 @@ class Remote:
 
         The attempt runs in another thread, because neither name resolution nor the TLS handshake
         has a wall-clock limit. A late attempt is abandoned and its socket is shut down. Its thread
-        ends at the latest when the resolver gives up.
+        ends at the latest when the resolver stops trying.
         """
         attempt = _Attempt(self._url, self._context, data, self._headers, self._attempt_s)
         thread = threading.Thread(target=attempt.run, name="reward remote", daemon=True)

@@ -17,7 +17,7 @@ from hybridrl.training.update import Gradients, LossPart, detached
 
 
 class Critic:
-    """A value model in training.
+    """A value model that is being trained.
 
     Args:
         model: Parallel model with a value head and its weights.

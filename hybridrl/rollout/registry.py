@@ -21,7 +21,7 @@ from hybridrl.versions import Support
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTraits:
-    """Traits of an engine.
+    """Traits of a rollout engine.
 
     Args:
         builder: `module:function` that builds the engine from rollout/build.py's EngineInputs.

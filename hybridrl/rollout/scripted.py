@@ -22,7 +22,7 @@ from hybridrl.rollout.engine import Request
 Response = tuple[Sequence[int], Sequence[float]]
 Script = Callable[[Request], Response]
 """Returns the tokens of a request's complete response and their log-probabilities. Tokens after a
-stop token or beyond the limit are ignored.
+stop token or after the maximum length are ignored.
 """
 
 

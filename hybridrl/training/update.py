@@ -23,7 +23,7 @@ from hybridrl.training.optimizer import learning_rate
 
 @dataclass(frozen=True)
 class LossPart:
-    """The part of a model's loss that comes from one batch.
+    """One batch's part of a model's loss.
 
     Args:
         name: Prefix for the metrics: the model's name, or the name of an additional loss term.

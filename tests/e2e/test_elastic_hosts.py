@@ -137,7 +137,7 @@ def test_a_job_goes_on_without_a_host_and_takes_it_in_again(tmp_path: Path) -> N
     print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
     assert job.returncode == 143, output[-4000:]
     assert (
-        "hosts have come back: continuing with 3 ranks on localhost, 127.0.0.1, 127.0.0.2" in output
+        "are reachable again: continuing with 3 ranks on localhost, 127.0.0.1, 127.0.0.2" in output
     )
     assert (
         "restart 2 of 5 (run.max_restarts): continuing with 2 ranks on 127.0.0.1, 127.0.0.2"

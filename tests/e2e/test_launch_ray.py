@@ -222,7 +222,7 @@ def test_a_job_goes_on_without_a_rank_and_a_node_and_takes_a_node_in_again(
         rf"restart 1 of 5 \(run.max_restarts\): continuing with 2 ranks on {both}", output
     )
     assert "restart 2 of 5 (run.max_restarts): continuing with 1 ranks on 10.77.0.1" in output
-    assert re.search(rf"have come back: continuing with 2 ranks on {both}", output)
+    assert re.search(rf"are reachable again: continuing with 2 ranks on {both}", output)
     steps, sizes = steps_and_sizes(folder)
     assert sizes == [2, 2, 1, 2] and steps == list(range(1, len(steps) + 1))
     assert max(took[1:]) < 60, took

@@ -65,7 +65,8 @@ class Headroom:
         Args:
             may_stay: Whether the configuration allows training memory to stay allocated, and a full
                 update has run since it was last freed.
-            growth_bytes: Bytes that full micro-batches would need beyond this update's peak.
+            growth_bytes: How much full micro-batches would raise the peak memory of this update, in
+                bytes.
         """
         found, flushes = self._measure(), self._count_flushes()
         is_known = not self._was_disturbed and flushes == self._num_flushes

@@ -24,7 +24,7 @@ from hybridrl.parallel.device_mapping import GRANULARITY
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of physical memory.
+    """A piece of physical device memory that one owner lends to another.
 
     Args:
         handle: Driver handle of the memory; the lender releases it.

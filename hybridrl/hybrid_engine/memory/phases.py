@@ -47,7 +47,9 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that full micro-batches would need beyond the peak since the last release."""
+        """How much full micro-batches would raise the peak memory since training memory was last
+        released, in bytes.
+        """
         ...
 
 

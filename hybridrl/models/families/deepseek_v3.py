@@ -1,8 +1,8 @@
 """DeepSeek-V3 and models with the same architecture (R1, Moonlight).
 
-They have latent attention, shared experts, and a router with a bias that balances the experts. A
-checkpoint may contain layers for multi-token prediction (MTP) after the last layer; these are
-neither read nor written.
+The models have latent attention, shared experts, and a router with a bias that balances the
+experts. A checkpoint may contain layers for multi-token prediction (MTP) after the last layer;
+hybridrl neither reads nor writes MTP layers.
 """
 
 from __future__ import annotations

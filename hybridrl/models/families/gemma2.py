@@ -1,9 +1,9 @@
 """Gemma 2, and code shared with Gemma 3.
 
-Both have norms before and after attention, and before and after the feed-forward layer. The norms
-multiply by 1 + their weight. The activation is GELU. Embeddings are multiplied by the square root
-of their width, and some layers have windows. Gemma 2 also applies soft caps to logits and to
-products of queries and keys.
+Both families have norms before and after attention, and before and after the feed-forward layer.
+The norms multiply by 1 + their weight. The activation is GELU. Embeddings are multiplied by the
+square root of their width, and some layers have windows. Gemma 2 also applies soft caps to logits
+and to products of queries and keys.
 """
 
 from __future__ import annotations

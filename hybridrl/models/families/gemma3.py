@@ -60,8 +60,8 @@ def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
 def _both_ropes(hf_config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a config with global rotary positions, and one with local rotary positions.
 
-    They are read from two objects in `rope_parameters` (transformers 5), or from the older keys
-    `rope_theta`, `rope_scaling` (global only) and `rope_local_base_freq`.
+    The positions are read from two objects in `rope_parameters` (transformers 5), or from the older
+    keys `rope_theta`, `rope_scaling` (global only) and `rope_local_base_freq`.
     """
     plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
     plain.setdefault("max_position_embeddings", 131_072)

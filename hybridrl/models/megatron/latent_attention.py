@@ -184,8 +184,8 @@ class LatentAttention(MegatronModule):
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns query, key without positions, rotary key and value, each (S, B, N, H).
 
-        They contain this rank's heads for the whole sequence. The rotary key has a single head,
-        which all heads share.
+        All four contain this rank's heads for the whole sequence, except that the rotary key has a
+        single head, which all heads share.
         """
         config = self.config
         sizes = self.query_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim

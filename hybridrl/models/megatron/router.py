@@ -112,7 +112,7 @@ class Router(TopKRouter):
     def _shares(self, logits_TE: Tensor) -> Tensor:
         """Returns the experts' scores, normalized to sum to 1, (T, E) fp32.
 
-        These are a softmax, or sigmoids divided by their sum.
+        The normalized scores are a softmax, or sigmoids divided by their sum.
         """
         if self.score_function == "softmax":
             return logits_TE.float().softmax(-1)

@@ -36,7 +36,7 @@ COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
 @dataclass
 class _Running:
-    """A request in SGLang.
+    """A request that SGLang is processing.
 
     Args:
         request: SGLang's own request.

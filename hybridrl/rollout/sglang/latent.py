@@ -18,8 +18,8 @@ def latents_on_cpu() -> Iterator[None]:
     for torch's attention. Torch's attention then expects the cache of latents to contain keys and
     values of all heads. The entry that this function adds stays until the process ends, and is
     needed only until SGLang has its own entry. SGLang's rotary embedding for latents supports only
-    YaRN on CPUs. Models without scaling therefore use the rotary embedding of other models, until
-    SGLang supports them.
+    YaRN on CPUs. Models without rotary scaling therefore use the rotary embedding that SGLang uses
+    for models without latent attention.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2

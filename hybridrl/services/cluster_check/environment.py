@@ -28,7 +28,7 @@ OPTIONAL = ("transformer-engine",)
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the report.
+    """Result of one check of the environment, a line of the report.
 
     Args:
         name: Name of the checked package or function.

@@ -64,8 +64,8 @@ class HostsJob:
 
     Args:
         hosts: Hosts in the cluster when the job starts.
-        parts: Ranks of each host at the first start, in the order of `hosts`. Hosts beyond the end
-            of this list have no ranks.
+        parts: Ranks of each host at the first start, in the order of `hosts`. If this list is
+            shorter than `hosts`, the remaining hosts have no ranks.
         port: Port for the job's store; None for any port.
         fits: Function that returns whether a given number of ranks can train the run. None if the
             job never restarts.
@@ -227,7 +227,7 @@ class NodesWatch:
             self._tell(BEAT)
         if self._has_room.is_set() and not self.has_asked:
             self.has_asked = True
-            say("hybridrl: hosts have come back; the ranks save and restart")
+            say("hybridrl: lost hosts are reachable again; the ranks save and restart")
             self._tell(b"%d\n" % signal.SIGTERM)
 
     def end(self) -> None:

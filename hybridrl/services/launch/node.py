@@ -33,7 +33,7 @@ MARK = b"\0"
 
 @dataclass(frozen=True)
 class Order:
-    """Instructions for one machine.
+    """What the launcher tells one machine to run.
 
     Args:
         share: Ranks that the machine starts.

@@ -102,7 +102,7 @@ class ElasticLaunch:
             # that the user chose.
             given = ["newest" if one == "previous" else one for one in given]
             reason = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
-            reason = reason if end.kind == "lost" else "hosts have come back"
+            reason = reason if end.kind == "lost" else "lost hosts are reachable again"
             say(f"hybridrl: {reason}: continuing with {self._job.where}")
 
 

@@ -159,7 +159,7 @@ class _Calls:
     def behind(self, call: Call) -> set[int]:
         """Returns the idle ranks that prevent a call from ending.
 
-        These ranks have not reached the call yet, or are in another operation with the same number.
+        Such a rank has not reached the call yet, or is in another operation with the same number.
         """
         if call.is_p2p:
             return set() if call.peer is None else {call.peer}

@@ -90,6 +90,7 @@ def estimate(
 def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
     """Returns roughly how many elements of its own engine shard a rank trains.
 
-    These are all elements of its training shard, or fewer if the engine's tp exceeds the trainer's.
+    The rank trains all elements of its training shard, of which fewer belong to its engine shard if
+    the engine's tp exceeds the trainer's.
     """
     return held.held.num * layout.tp // max(tp, layout.tp)

@@ -140,7 +140,7 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
 def _has_samples(config: Config) -> bool:
     """Whether updates learn only from samples, which are prompts with several responses.
 
-    Otherwise updates learn, at least partly, from rows of data, each of which may become several
+    If not, updates learn, at least partly, from rows of data, each of which may become several
     sequences.
     """
     needs = config.algorithm.needs

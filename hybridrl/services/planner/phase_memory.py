@@ -200,7 +200,7 @@ class Held:
     Args:
         models: Models that are sharded over these ranks.
         engine: Part of an engine on these ranks; None if the ranks have no engine.
-        peer_bytes: Peer memory for the policy's weights, beyond the rank's own share.
+        peer_bytes: Peer memory for the policy's weights, without the rank's own share.
         fullest: Ranks that hold the most parameters.
     """
 
@@ -372,8 +372,7 @@ def _activation_bytes(
 ) -> int:
     """Returns the peak memory of forward and backward passes over micro-batches of these sizes.
 
-    This is the peak of the trained model that needs the most, or of frozen models if none is
-    trained.
+    The result is the largest peak of any trained model, or of any frozen model if none is trained.
     """
     with_passes = [one for one in models if one.model.is_trained] or models
     found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
@@ -383,8 +382,8 @@ def _activation_bytes(
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
     """Returns the memory that one rank's passes over micro-batches of one size need.
 
-    This is the sum of the activations that forward passes store for backward passes, and of the
-    larger temporary: the head's logits or the gradients of copied keys.
+    The result is the sum of the activations stored for the backward pass and the larger of two
+    temporary tensors: the head's logits, and the gradients of copied keys.
 
     A layer stores its input, the output of each norm, and the input of the feed-forward layer (4
     hidden sizes); queries, keys and values, the latents from which they are computed, and the

@@ -1,6 +1,6 @@
 """Converts between the alignment of a batch (by token) and of a micro-batch (by predicting token).
 
-This is the only module that shifts by one: in a micro-batch, values about token t of a sample are
+No other module shifts values by one token: in a micro-batch, values about token t of a sample are
 stored at the position of token t - 1. There are two exceptions: blobs are stored at their token's
 own position, and so are all columns for a reward model that reads its score at the token itself
 (`at_own_token`). Runs on the CPU; `MicroBatch.to` moves the result to a device.

@@ -25,7 +25,7 @@ UNITS_A_RANK = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """Samples that are packed together.
+    """One or more samples that share a prompt prefix and are packed into the same micro-batch.
 
     Args:
         samples: Sample indices in ascending order.
@@ -112,8 +112,8 @@ def schedule_samples(inputs: ScheduleInputs) -> Schedule:
 def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
     """Assigns samples to the same ranks as `schedule_samples`, in fewer, fuller micro-batches.
 
-    This is possible because a micro-batch in a lookup of log-probabilities may contain samples from
-    several mini-batches.
+    Fewer micro-batches suffice, because in a lookup of log-probabilities, one micro-batch may
+    contain samples from several mini-batches.
     """
     assignments = schedule_samples(inputs)
     if inputs.num_parts == 1:
