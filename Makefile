@@ -16,7 +16,7 @@ SGLANG_CPU := sglang==0.5.23 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-full test-sglang docs lint clean
+.PHONY: demo test test-full test-sglang test-newest docs lint clean
 
 demo: .venv/installed
 	rm -rf runs/quickstart-sft runs/quickstart-grpo
@@ -38,6 +38,23 @@ test-full: lint .venv/installed-docs $(if $(HAS_GPU),,.venv/installed-vllm)
 # What runs for every engine of a package, and for SGLang alone.
 test-sglang: .venv/installed-sglang
 	$(BIN)/python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts tests/dist tests/e2e -m '' -k sglang
+
+# The newest versions that install together, in an environment of its own: contracts of engines and families, checkpoints.
+# NEWEST names the torch; PYTHON_NEWEST is 3.12 or newer, because Megatron-Core 0.19 is.
+PYTHON_NEWEST ?= $(shell command -v python3.13 || command -v python3.12)
+NEWEST ?= torch
+test-newest: .venv-newest/installed
+	.venv-newest/bin/hybridrl check
+	.venv-newest/bin/python -m pytest -n 2 -k "not vllm and not sglang" tests/unit/test_weights_families.py tests/unit/test_hf_roundtrip.py \
+	  tests/unit/test_checkpoint_folders.py tests/unit/test_checkpoint_reading.py tests/unit/test_checkpoint_writer.py \
+	  tests/contracts/test_rollout_engines.py tests/contracts/test_generation_options.py tests/contracts/test_layers.py \
+	  tests/contracts/test_main_gradient.py tests/contracts/test_hf_gemma.py
+
+.venv-newest/installed: $(PACKAGING) hybridrl/config/packages.py
+	@[ -n "$(PYTHON_NEWEST)" ] || { echo "make test-newest needs Python 3.12 or newer; set PYTHON_NEWEST"; exit 1; }
+	$(PYTHON_NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --disable-pip-version-check --quiet --upgrade $(NEWEST) -e '.[test]'
+	touch $@
 
 # The documentation's site in build/site: pages that are made, then all of them, strictly.
 docs: .venv/installed-docs
@@ -85,4 +102,4 @@ lint: .venv/installed-test
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-newest build *.egg-info

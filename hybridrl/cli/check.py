@@ -200,8 +200,10 @@ def check(
         report = environment.as_json(items)
         emit(report)
     if not as_json:
+        typer.echo(f"{'':8} {'':20} {'installed':34} {'tested range':36} newest tested")
         for item in items:
-            typer.echo(f"{item.status:8} {item.name:20} {item.found}")
+            versions = f"{item.found:34} {item.tested:36} {item.newest}"
+            typer.echo(f"{item.status:8} {item.name:20} {versions}".rstrip())
             if item.fix:
                 typer.echo(f"{'':8} fix: {item.fix}")
     raise typer.Exit(0 if report["ok"] else 1)

@@ -49,3 +49,27 @@ REQUIRED = {
     "tensorboard": ">=2.18,<3",  # event files; versions before 2.18 cannot be imported with numpy 2
     "jinja2": ">=3.1,<4",  # chat templates, the HTML report, scheduler scripts
 }
+
+# The newest version of each package with which the suites that docs/guides/versions.md lists have
+# run. `hybridrl check` prints it.
+NEWEST_TESTED = {
+    "torch": "2.15.0",
+    "megatron-core": "0.19.2",
+    "numpy": "2.5.5",
+    "packaging": "26.4",
+    "psutil": "7.2.2",
+    "einops": "0.8.2",
+    "transformers": "5.24.0",
+    "tokenizers": "0.23.3",
+    "huggingface_hub": "2.4.0",
+    "safetensors": "0.8.0",
+    "xxhash": "4.1.0",
+    "pyarrow": "26.0.1",
+    "pydantic": "2.14.4",
+    "omegaconf": "2.4.0",
+    "pyyaml": "6.0.4",
+    "typer": "0.29.2",
+    "rich": "15.0.0",
+    "tensorboard": "2.21.0",
+    "jinja2": "3.1.6",
+}

@@ -168,7 +168,7 @@ def test_check_prints_one_json_object(tmp_path: Path) -> None:
     assert report.keys() == {"ok", "items"}
     assert report["ok"] is True
     for item in report["items"]:
-        assert item.keys() == {"name", "status", "found", "fix"}
+        assert item.keys() == {"name", "status", "found", "fix", "tested", "newest"}
         assert bool(item["fix"]) <= (item["status"] == "problem")
 
 

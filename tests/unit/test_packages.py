@@ -16,7 +16,7 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
+from hybridrl.config.packages import MEGATRON_CORE, NEWEST_TESTED, PYTHON, REQUIRED
 from hybridrl.services.cluster_check import environment
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,18 @@ def test_versions_of_megatron_are_those_that_were_tested() -> None:
     minors = {version.rpartition(".")[0] for version in MEGATRON_CORE}
     between = [f"0.{minor}" for minor in range(10, 30)]
     assert {minor for minor in between if bounds.contains(f"{minor}.1")} == minors
+
+
+def test_newest_tested_versions_are_within_the_ranges_that_check_prints() -> None:
+    assert NEWEST_TESTED.keys() == REQUIRED.keys()
+    for name, version in NEWEST_TESTED.items():
+        assert SpecifierSet(REQUIRED[name]).contains(version), name
+    items = {item.name: item for item in environment._packages()}
+    for name, version in NEWEST_TESTED.items():
+        assert (items[name].tested, items[name].newest) == (REQUIRED[name], version)
+    assert items["transformer-engine"].newest == "2.11.0"
+    engines = {item.name: item for item in environment._engines()}
+    assert "without" in engines["sglang"].tested and engines["sglang"].newest == "0.5.23"
 
 
 def test_whatever_is_imported_is_asked_for() -> None:

@@ -84,10 +84,11 @@ class RecordedExperts:
         found: list[RunningRequest] = []
         slots: list[Tensor] = []
         for request, row, num_tokens in rows:
-            start, end = row.num_recorded(), min(num_tokens - 1, request.kv_committed_len)
-            if request.req_pool_idx is not None and start < end:
+            cached = request if hasattr(request, "req_pool_idx") else request.kv  # from 0.5.22 on
+            start, end = row.num_recorded(), min(num_tokens - 1, cached.kv_committed_len)
+            if cached.req_pool_idx is not None and start < end:
                 found.append(row)
-                slots.append(pool.req_to_token[request.req_pool_idx, start:end])
+                slots.append(pool.req_to_token[cached.req_pool_idx, start:end])
         self._by_slot.record(found, slots)
 
     def forget(self) -> None:

@@ -16,14 +16,12 @@ from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
-from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
+from hybridrl.config.packages import MEGATRON_CORE, NEWEST_TESTED, PYTHON, REQUIRED
 from hybridrl.errors import UserError
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import ENGINES, engine_package
 from hybridrl.services.cluster_check import gpu_links
-from hybridrl.versions import MEGATRON
-
-OPTIONAL = ("transformer-engine",)
+from hybridrl.versions import MEGATRON, TRANSFORMER_ENGINE, Support
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,16 @@ class Item:
         status: Result of the check. "absent" means optional and not installed.
         found: Version, number or error that was found.
         fix: Command that fixes the problem; "" if there is none.
+        tested: Range of versions that were tested; "" for what has no version.
+        newest: Newest version that was tested.
     """
 
     name: str
     status: Literal["ok", "absent", "problem"]
     found: str
     fix: str = ""
+    tested: str = ""
+    newest: str = ""
 
 
 def inspect() -> list[Item]:
@@ -52,7 +54,7 @@ def inspect() -> list[Item]:
 
 
 def as_json(items: list[Item]) -> dict[str, Any]:
-    """Returns `{"ok": bool, "items": [{name, status, found, fix}]}`."""
+    """Returns `{"ok": bool, "items": [{name, status, found, fix, tested, newest}]}`."""
     return {
         "ok": all(item.status != "problem" for item in items),
         "items": [asdict(item) for item in items],
@@ -71,20 +73,23 @@ def _packages() -> Iterator[Item]:
     for name, wanted in REQUIRED.items():
         found = _version(name)
         fix = f"pip install '{name}{wanted}'"
+        columns = wanted, NEWEST_TESTED[name]
         if found is None:
-            yield Item(name, "problem", "not installed", fix)
+            yield Item(name, "problem", "not installed", fix, *columns)
         elif name == "megatron-core":
             if fault := MEGATRON.fault(found):
-                yield Item(name, "problem", f"{found} ({fault}), not {MEGATRON.allowed}", fix)
+                told = f"{found} ({fault}), not {MEGATRON.allowed}"
+                yield Item(name, "problem", told, fix, *columns)
             else:
-                yield Item(name, "ok", _with_tests(found, MEGATRON_CORE))
+                yield Item(name, "ok", _with_tests(found, MEGATRON_CORE), "", *columns)
         elif not SpecifierSet(wanted, prereleases=True).contains(found):
-            yield Item(name, "problem", f"{found}, not {wanted}", fix)
+            yield Item(name, "problem", f"{found}, not {wanted}", fix, *columns)
         else:
-            yield Item(name, "ok", found)
-    for name in OPTIONAL:
-        found = _version(name)
-        yield Item(name, "ok" if found else "absent", found or "not installed, optional")
+            yield Item(name, "ok", found, "", *columns)
+    found = _version("transformer-engine")
+    status: Literal["ok", "absent"] = "ok" if found else "absent"
+    columns = f">={TRANSFORMER_ENGINE.oldest}", TRANSFORMER_ENGINE.newest
+    yield Item("transformer-engine", status, found or "not installed, optional", "", *columns)
 
 
 def _engines() -> Iterator[Item]:
@@ -93,14 +98,23 @@ def _engines() -> Iterator[Item]:
         package = engine_package(name)
         if package is None:
             continue
+        is_cpu = num_local_gpus() == 0
+        support = package.support(is_cpu)
+        columns = ",".join((f">={support.oldest}", *_without(support))), support.newest
         if not package.is_installed():
-            yield Item(name, "absent", "not installed, optional")
+            yield Item(name, "absent", "not installed, optional", "", *columns)
             continue
         try:
-            installed = package.installed_version(num_local_gpus() == 0)
-            yield Item(name, "ok", _with_tests(installed, package.tested))
+            installed = package.installed_version(is_cpu)
+            yield Item(name, "ok", _with_tests(installed, package.tested), "", *columns)
         except UserError as error:
-            yield Item(name, "problem", f"{error.value}, not {error.allowed}", error.remedy)
+            told = f"{error.value}, not {error.allowed}"
+            yield Item(name, "problem", told, error.remedy, *columns)
+
+
+def _without(support: Support) -> list[str]:
+    """Names the versions within a range that are refused."""
+    return [f"without {versions}" for versions in support.bad]
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
