@@ -4,8 +4,8 @@ not import torch.
 A file contains one row per prompt, grouped into record batches. The file name ends with a digest of
 the content, so that damaged and incomplete files are never read. In addition to the tokens, each
 row stores a digest of the prompt (`digest`) and the number that is compared with `data.eval_share`
-(`share`). A run can therefore start without reading all tokens. Functions import pyarrow locally,
-because importing it starts a thread.
+(`share`). A run can therefore start without reading all tokens. While a file is written, at most 1
+record batch is in memory. Functions import pyarrow locally, because importing it starts a thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -29,7 +30,7 @@ from hybridrl.contracts.prompts import Prompt, contents_from_bytes, contents_to_
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 16 << 20
+_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 4 << 20
 
 
 @functools.cache
@@ -134,24 +135,22 @@ def write_prompts(
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for rows in _batches(prompts):
             largest = max(largest, *(row.pop("largest") for row in rows))
-            try:
-                batch = pa.RecordBatch.from_pylist(rows, schema)
-            except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
-                raise UnstorableError(f"a value that Arrow cannot store ({error})") from error
-            writer.write_batch(batch)
+            writer.write_batch(_record_batch(rows))
+            rows.clear()  # frees the rows before the next ones are read
         # The last batch has no rows. Its metadata contain values that are known only after the last
         # row.
-        empty = pa.RecordBatch.from_pylist([], schema)
-        writer.write_batch(empty, {"about": about(), "largest_token": str(largest)})
+        writer.write_batch(_record_batch([]), {"about": about(), "largest_token": str(largest)})
 
 
 def _batches(prompts: Iterable[tuple[Prompt, int]]) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     num_bytes = 0
     for prompt, source in prompts:
-        rows.append(_row(prompt, source))
-        num_bytes += len(prompt.text) + 4 * len(prompt.tokens) + len(rows[-1]["columns"])
-        num_bytes += len(rows[-1]["contents"] or b"")
+        try:
+            rows.append(_row(prompt, source))
+        except (OverflowError, TypeError, UnicodeError) as error:
+            raise UnstorableError(f"a value that Arrow cannot store ({error})") from error
+        num_bytes += sum(memoryview(v).nbytes for v in rows[-1].values() if _is_buffer(v))
         if len(rows) == _MAX_BATCH_ROWS or num_bytes > _MAX_BATCH_BYTES:
             yield rows
             rows, num_bytes = [], 0
@@ -159,9 +158,16 @@ def _batches(prompts: Iterable[tuple[Prompt, int]]) -> Iterator[list[dict[str, A
         yield rows
 
 
+def _is_buffer(value: object) -> bool:
+    return isinstance(value, bytes | array)
+
+
 def _row(prompt: Prompt, source: int) -> dict[str, Any]:
-    columns = dict(prompt.columns)
-    if not _is_json(columns) or not _is_json(prompt.given):
+    """Returns the values of a table row. Numbers are in arrays and texts in UTF-8, which need less
+    memory than Python objects.
+    """
+    columns, given = dict(prompt.columns), prompt.given
+    if not _is_json(columns) or not _is_json(given):
         raise UnstorableError("a column with values that JSON does not have")
     tokens = prompt.tokens, prompt.response_tokens or (), prompt.rejected_tokens or ()
     return {
@@ -169,17 +175,50 @@ def _row(prompt: Prompt, source: int) -> dict[str, Any]:
         "source": source,
         "digest": _digest(identity(prompt)),
         "share": _share(prompt),
-        "text": prompt.text,
-        "tokens": prompt.tokens,
-        "response_tokens": prompt.response_tokens,
-        "rejected_tokens": prompt.rejected_tokens,
-        "response_gaps": prompt.response_gaps or None,
-        "rejected_gaps": prompt.rejected_gaps or None,
-        "columns": json.dumps(columns, ensure_ascii=False),
-        "given": None if prompt.given is None else json.dumps(prompt.given, ensure_ascii=False),
+        "text": prompt.text.encode(),
+        "tokens": _int32(prompt.tokens),
+        "response_tokens": _int32(prompt.response_tokens),
+        "rejected_tokens": _int32(prompt.rejected_tokens),
+        "response_gaps": _int32(prompt.response_gaps or None),
+        "rejected_gaps": _int32(prompt.rejected_gaps or None),
+        "columns": json.dumps(columns, ensure_ascii=False).encode(),
+        "given": None if given is None else json.dumps(given, ensure_ascii=False).encode(),
         "contents": contents_to_bytes(prompt.contents) or None,
         "largest": max(itertools.chain(*tokens), default=-1),
     }
+
+
+def _int32(numbers: tuple[int, ...] | None) -> array[int] | None:
+    return None if numbers is None else array("i", numbers)
+
+
+def _record_batch(rows: Sequence[dict[str, Any]]) -> pa.RecordBatch:
+    """Returns a record batch with these rows. Does not use `RecordBatch.from_pylist`, because this
+    function of pyarrow (26) imports pandas.
+    """
+    import pyarrow as pa
+
+    schema = _schema()
+    columns = [_column(field.type, [row[field.name] for row in rows]) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(kind: pa.DataType, values: Sequence[Any]) -> pa.Array:
+    """Returns a column of numbers, or of values with a variable length (texts, bytes, lists)."""
+    import pyarrow as pa
+
+    if pa.types.is_primitive(kind):
+        numbers = pa.py_buffer(np.array(values, kind.to_pandas_dtype()))
+        return pa.Array.from_buffers(kind, len(values), [None, numbers])
+    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int64)
+    present = np.array([value is not None for value in values], np.bool_)
+    bits = None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
+    content = pa.py_buffer(b"".join(value for value in values if value is not None))
+    buffers = [bits, pa.py_buffer(ends)]
+    if not pa.types.is_large_list(kind):
+        return pa.Array.from_buffers(kind, len(values), [*buffers, content])
+    items = pa.Array.from_buffers(kind.value_type, int(ends[-1]), [None, content])
+    return pa.Array.from_buffers(kind, len(values), buffers, children=[items])
 
 
 def _is_json(value: object) -> bool:
@@ -214,7 +253,9 @@ class MappedPrompts(Sequence[Prompt]):
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Returns a numeric column."""
-        found: NDArray[Any] = self.table[name].to_numpy()[self.rows]
+        # Not `to_numpy`, because this function of pyarrow (26) imports pandas.
+        chunks = [np.from_dlpack(chunk) for chunk in self.table[name].chunks]
+        found: NDArray[Any] = np.concatenate(chunks)[self.rows]
         return found
 
     @overload
@@ -244,7 +285,7 @@ class MappedPrompts(Sequence[Prompt]):
 
 
 def _numbers(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.values.to_numpy().tolist()) if value.is_valid else None
+    return tuple(np.from_dlpack(value.values).tolist()) if value.is_valid else None
 
 
 def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
