@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -41,8 +42,10 @@ def fenced(page: Path) -> list[str]:
 
 def documentation_script(name: str) -> ModuleType:
     """Imports one of docs/scripts."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "scripts" / f"{name}.py")
+    file = ROOT / "docs" / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
     return module

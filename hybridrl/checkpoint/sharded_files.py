@@ -26,7 +26,6 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
@@ -288,7 +287,7 @@ class _FileWriter(FileSystemWriter):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Divides the plan's tensors among this rank's files."""
-        for bucket in _split_by_size_and_type(self._num_files, plan.items):
+        for bucket in into_files(plan.items, self._num_files):
             content = [(item, self._resolved(item, planner)) for item in bucket]
             if content:
                 name = f"{plan.storage_data.prefix}{len(self._buckets)}{DEFAULT_SUFFIX}"
@@ -406,6 +405,28 @@ class _FileReader(FileSystemReader):
             if taken.data_ptr() != target.data_ptr():
                 target.copy_(taken)
             planner.commit_tensor(item, target)
+
+
+def into_files(items: Sequence[WriteItem], num_files: int) -> list[list[WriteItem]]:
+    """Divides the items of a plan among files of similar size. The largest tensors come first, and
+    each is added to the smallest file; objects that are no tensors are added in turn.
+    """
+    files: list[list[WriteItem]] = [[] for _ in range(num_files)]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    for number, item in enumerate(item for item in items if item.type == WriteItemType.BYTE_IO):
+        files[number % num_files].append(item)
+    sizes = [0] * num_files
+    for item in sorted(tensors, key=_num_bytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(item)
+        sizes[smallest] += _num_bytes(item)
+    return files
+
+
+def _num_bytes(item: WriteItem) -> int:
+    written = item.tensor_data
+    assert written is not None  # only BYTE_IO items have none
+    return written.chunk.sizes.numel() * written.properties.dtype.itemsize
 
 
 def _wait_for_device() -> None:

@@ -34,7 +34,7 @@ from hybridrl.checkpoint.manifest import (
     entry_of,
     verify_piece,
 )
-from hybridrl.checkpoint.sharded_files import INDEX, _FileWriter, load_index
+from hybridrl.checkpoint.sharded_files import INDEX, _FileWriter, into_files, load_index
 from hybridrl.errors import CheckpointError
 
 SIZE, PER_FILE = torch.Size([1000]), 6
@@ -198,3 +198,24 @@ def test_an_index_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
     file.write_bytes(content.getvalue())
     manifest = Manifest(step=1, order=1, lineage=[], files={name: entry_of(file)})
     assert load_index(tmp_path, "policy", manifest) == written
+
+
+def test_tensors_are_divided_among_files_of_similar_size() -> None:
+    def item(index: int, length: int) -> WriteItem:
+        index_of, size = MetadataIndex(str(index)), torch.Size([length])
+        if not length:
+            return WriteItem(index_of, WriteItemType.BYTE_IO)
+        chunk = ChunkStorageMetadata(torch.Size([0]), size)
+        written = TensorWriteData(chunk, TensorProperties(torch.float32), size)
+        return WriteItem(index_of, WriteItemType.SHARD, tensor_data=written)
+
+    items = [item(index, length) for index, length in enumerate([1, 0, 50, 2, 30, 0, 25, 3])]
+    files = into_files(items, 2)
+    assert sorted(items, key=id) == sorted((one for file in files for one in file), key=id)
+    sizes = [
+        sum(0 if one.tensor_data is None else one.tensor_data.size.numel() for one in file)
+        for file in files
+    ]
+    assert sorted(sizes) == [55, 56]
+    assert [sum(one.type == WriteItemType.BYTE_IO for one in file) for file in files] == [1, 1]
+    assert into_files(items[:1], 3)[1:] == [[], []]

@@ -49,9 +49,11 @@ def test_choices_are_read_by_slot_until_they_are_forgotten(
         held.read(torch.tensor([2]))
 
 
+@pytest.mark.parametrize("is_newer", [False, True])
 def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_newer: bool
 ) -> None:
+    """Newer versions keep a request's slots in a record of their own."""
     monkeypatch.setattr(sglang_routing, "_routed", lambda model: LAYERS)
     recorder = sglang_routing.RecordedExperts(torch.nn.Module(), shape_of(), 9, 6, CPU)
     for layer in LAYERS:  # four tokens of two requests, and one that pads the pass
@@ -65,6 +67,8 @@ def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
     placed = SimpleNamespace(req_pool_idx=1, kv_committed_len=3)
     nowhere = SimpleNamespace(req_pool_idx=None, kv_committed_len=0)
     begun = SimpleNamespace(req_pool_idx=1, kv_committed_len=1)  # taken back, and read in again
+    if is_newer:
+        placed, nowhere, begun = (SimpleNamespace(kv=kv) for kv in (placed, nowhere, begun))
     asked = [(placed, rows[0], 3), (nowhere, rows[1], 3), (begun, rows[2], 3)]
     for _ in range(2):
         recorder.record(asked, pool)

@@ -314,8 +314,7 @@ def use_grouped_gemm() -> None:
 def transformer_engine_attention() -> type:
     """Returns Megatron's transformer-engine attention, extended to support shared prompts."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    attend = TEDotProductAttention.__base__.forward  # transformer-engine's DotProductAttention
+    from transformer_engine.pytorch import DotProductAttention
 
     class Attention(TEDotProductAttention):  # type: ignore[misc, valid-type]
         takes_shared_prompts = True
@@ -325,7 +324,7 @@ def transformer_engine_attention() -> type:
             if packed is None or packed.shared is None:
                 return super().forward(query, key, value, *args, **kwargs)
             keys = packed.shared.keys
-            return attend(
+            return DotProductAttention.forward(
                 self,
                 query,
                 GatherKeys.apply(key, keys.index_K, keys.readers),

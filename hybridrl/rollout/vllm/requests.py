@@ -42,7 +42,7 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
     tokens become part of vLLM's prompt, so ValueError is raised if there are any and the request
     has a presence_penalty.
     """
-    from vllm.sampling_params import SamplingParams
+    from vllm import SamplingParams
 
     if (violation := _lost_presence(request, num_tokens)) is not None:
         raise violation

@@ -107,7 +107,8 @@ def start(
 
 def runner_of(llm: Any) -> Any:
     """Returns the model runner of vLLM's `LLMEngine`."""
-    return llm.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    return runner
 
 
 def caches_of(runner: Any) -> list[Tensor]:
@@ -124,9 +125,8 @@ def caches_of(runner: Any) -> list[Tensor]:
 def _make_engine(
     settings: EngineSettings, arguments: Mapping[str, Any], version: str, place: Place
 ) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import EngineArgs, LLMEngine
     from vllm.model_executor.models import registry
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     set_num_threads = torch.set_num_threads
     with (
