@@ -56,6 +56,7 @@ EXTRAS = {
         # Its losses are compared with ours; beside it only accelerate is new, 12 MB together. This
         # version, because the comparison calls methods that it does not promise to keep.
         "trl==1.16.0",
+        "peft>=0.21,<0.22",  # its adapters are the oracle of ours
     ],
 }
 

@@ -20,7 +20,7 @@ from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.models.family import is_kept_in_fp32, resolve_family
+from hybridrl.models.family import Family, is_kept_in_fp32, resolve_family
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
@@ -196,13 +196,19 @@ def make_engine(
 
 
 def start_packaged(
-    name: str, max_batch: int = 8, shard: TrainingShard | None = None, **changes: Any
+    name: str,
+    max_batch: int = 8,
+    shard: TrainingShard | None = None,
+    family: Family | None = None,
+    **changes: Any,
 ) -> Any:
-    """Starts an engine `<engine>-<model>` without weights; `close_engines` ends it."""
+    """Starts an engine `<engine>-<model>` without weights; `close_engines` ends it. `family` is the
+    model's with adapters.
+    """
     engine_name, config = name.partition("-")[0], PACKAGED_ALL[name]
     if engine_name == "vllm":
         vllm_kernels.register()
-    family = resolve_family(None, config)
+    family = family or resolve_family(None, config)
     fields: dict[str, Any] = {
         "hf_config": family.for_engines(config),
         "architectures": family.architectures,

@@ -29,6 +29,7 @@ READERS = {
     "run.dir": ALL,
     "run.profile": "train",
     "model": ALL,
+    "lora": ALL,
     "train": ALL,
     **dict.fromkeys(
         (

@@ -37,6 +37,7 @@ from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failur
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.lora import Lora
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Mesh
 
@@ -65,6 +66,11 @@ class Saved(Protocol):
     @property
     def frozen_parts(self) -> Sequence[str]:
         """Frozen parts of a trained model (`train.freeze`)."""
+        ...
+
+    @property
+    def lora(self) -> Lora | None:
+        """Settings of the model's LoRA adapters; None if it has none."""
         ...
 
 
@@ -111,7 +117,7 @@ def load_model(
                 raise met from None
             raise _other_model(folder / part, met) from error
         for index, chunk in enumerate(model.chunks):
-            _load_weights(chunk, loaded[f"model{index}"])
+            _load_weights(model, chunk, loaded[f"model{index}"])
         if model.optimizer is not None:
             hand_out(model.optimizer.chained_optimizers, loaded["optimizer"])
             model.optimizer.load_state_dict(loaded["optimizer"])
@@ -172,7 +178,8 @@ def sharded_state(
     if model.optimizer is None:
         return parts
     described = parts
-    if model.frozen_parts:  # one tensor of all layers would lack the frozen layers
+    # One tensor of all layers would lack the frozen layers.
+    if model.frozen_parts or model.lora is not None:
         described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
@@ -192,10 +199,10 @@ def sharded_state(
 
 def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all weights, trained and frozen, so that a checkpoint can be loaded without other
-    files.
+    files. Of a model with LoRA adapters, only what is trained is saved.
     """
     return {
-        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
+        f"model{index}": _saved_weights(model, chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
     }
 
@@ -221,6 +228,7 @@ def saved_bytes(model: Saved) -> int:
         parameter.numel() * parameter.element_size()
         for chunk in model.chunks
         for parameter in chunk.parameters()
+        if model.lora is None or parameter.requires_grad
         if is_first[getattr(parameter, "allreduce", True)]  # Megatron sets it to False for experts
     )
     return (
@@ -244,6 +252,21 @@ def _separate_storages(state: dict[str, Any]) -> None:
             part.data = torch.from_numpy(part.data.numpy())
 
 
+def _saved_weights(
+    model: Saved, chunk: torch.nn.Module, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the part of a chunk's state that checkpoints contain."""
+    found = _only_weights(state)
+    if model.lora is None:
+        return found
+    trained = _trained_names(chunk)
+    return {name: part for name, part in found.items() if name in trained}
+
+
+def _trained_names(chunk: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+
+
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a chunk's state without the extra state of layers. The extra state contains FP8
     scales and is empty for 16-bit weights.
@@ -254,9 +277,12 @@ def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
 
 
-def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
+def _load_weights(model: Saved, chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     found = chunk.load_state_dict(state, strict=False)
-    names = (*found.missing_keys, *found.unexpected_keys)
+    missing = set(found.missing_keys)
+    if model.lora is not None:  # its frozen weights are those of the model that it adapts
+        missing &= _trained_names(chunk)
+    names = (*sorted(missing), *found.unexpected_keys)
     if lost := [name for name in names if not EXTRA_STATE.search(name)]:
         raise RuntimeError(f"parameters that only the checkpoint or only the model has: {lost}")
 

@@ -192,6 +192,8 @@ def identity(config: Config) -> dict[str, Any]:
         "run": {"seed": config.run.seed},
         "train": {"freeze": list(config.train.freeze)},
     }
+    if config.lora.is_on:  # absent from runs of earlier versions
+        known["lora"] = config.lora.model_dump(mode="json")
     return {**without_secrets(known, config.written), **terms}
 
 

@@ -19,6 +19,7 @@ from hybridrl.config.lag import lag_placement_rules, lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
+from hybridrl.config.rules_lora import lora_section_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.rules_placement import (
     AUTO_ORDER,
@@ -84,6 +85,7 @@ def check(
     return [
         *_folder_rules(config.run),
         *_model_rules(config.model),
+        *lora_section_rules(config),
         *misplaced,
         *laid_out,
         *_axes_rules(config),

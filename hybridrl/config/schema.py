@@ -27,6 +27,7 @@ from hybridrl.config.evaluation import EvalConfig, EvalSetConfig
 from hybridrl.config.interpolation import Path
 from hybridrl.config.layout import Layout, LayoutConfig
 from hybridrl.config.lists import Steps
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.mix import TermConfig
 from hybridrl.config.placement import PlacementConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
@@ -57,6 +58,7 @@ __all__ = [
     "KtoConfig",
     "LayoutConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "MoeConfig",
     "OnlineDpoConfig",
@@ -172,10 +174,11 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration, which consists of sixteen sections."""
+    """A whole configuration, which consists of seventeen sections."""
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig

@@ -100,7 +100,8 @@ class Run:
         journal.warnings = (MismatchWarning(roles.source.dtype), UniformGroupsWarning())
         placement, model = meshes.placement, roles.policy.model
         report_untested(config, algorithm.needs.rollouts, model.layers.kind, notify)
-        source = model.weight_source()
+        holds_adapters = rollout_setup.holds_adapters(model.source, config.rollout, notify)
+        source = model.weight_source(holds_adapters)
         layout = rollout_setup.rollout_layout(
             model, config.rollout, source.layouts, placement.rollout
         )

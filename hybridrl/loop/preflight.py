@@ -46,6 +46,7 @@ from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, DataError, UserError
 from hybridrl.loop.versions import megatron_fault
+from hybridrl.models.adapters.settings import lora_rules
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
@@ -100,6 +101,7 @@ def model_violations(
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             head: Head = "lm" if trains_policy(config) else "value"
             found += freeze_rules(config.train.freeze, family, shape, head)
+            found += lora_rules(config.lora, family, shape)
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []

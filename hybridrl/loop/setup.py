@@ -28,6 +28,7 @@ from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
+from hybridrl.models.adapters.settings import lora_rules
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.trainable import freeze_rules
 from hybridrl.models.weights import Head
@@ -102,6 +103,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         found += bias_rule(train.moe.bias_update_rate, family, shape)
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(train.freeze, family, shape, head)
+        found += lora_rules(config.lora, family, shape)
     if not trains:
         found = without_training(found)
     if found:

@@ -37,6 +37,14 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     Raises:
         ModelError: A size is not divisible by the number of ranks.
     """
+    cut = _whole_cut(row, shape, tp, tp_rank)
+    if row.stored is None:
+        return cut
+    return cut._replace(runs=[run for run in cut.runs if run.part in row.stored])
+
+
+def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
+    """Returns the shard of a row that stores all of its parts."""
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
     if row.kind in ("heads", "kv_heads"):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from hybridrl.config.files import plain, shown
 from hybridrl.config.own_code import imported
 from hybridrl.errors import MISSING, ModelError, UserError
+from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.families import FAMILIES
 from hybridrl.models.hf.config_keys import DECODER_KEYS, check_keys, check_values
 
@@ -273,6 +274,8 @@ class Row:
         num_experts: Number of experts that each have this parameter; 0 if it does not belong to an
             expert.
         layers: Global indices of the layers that have the parameter; None if all layers have it.
+        stored: Indices of the parts that the parameter contains; None if it contains all. The other
+            parts only determine how the parameter is sharded.
     """
 
     megatron: str
@@ -282,6 +285,12 @@ class Row:
     stage: Stage = "layer"
     num_experts: int = 0
     layers: tuple[int, ...] | None = None
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def stored_parts(self) -> Sequence[int]:
+        """Indices of the parts that the parameter contains."""
+        return range(len(self.parts)) if self.stored is None else self.stored
 
     def layers_of(self, shape: ModelShape) -> Sequence[int]:
         """Returns the layers that have the parameter; [0] if it is outside of the layers."""
@@ -315,6 +324,8 @@ class Family:
             `ExtraInputs`); None if there are none.
         is_served_fused: Whether engines with fused parameters implement the model natively;
             otherwise they run transformers' code, whose parameters are different.
+        lora: LoRA adapters whose parameters `rows` contains in addition to the model's; None if
+            there are none.
     """
 
     name: str
@@ -328,6 +339,7 @@ class Family:
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
     is_served_fused: bool = True
     extra_inputs: Callable[[HfConfig], Any] | None = None
+    lora: Lora | None = None
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
         """Returns a config.json with the architecture's defaults for absent or null keys."""

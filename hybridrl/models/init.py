@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.models.adapters.rows import HF_A
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.weights import RankLayout
 
@@ -64,3 +65,35 @@ def init_weights(
         for region in held:
             target = box_view(tensors[region.local], region.local_box)
             target.copy_(box_view(full, region.hf_box))
+
+
+def init_adapters(
+    layout: RankLayout,
+    hf_shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+) -> None:
+    """Fills this rank's adapters as PEFT does: A is random, B is zero.
+
+    A is uniform between -1/sqrt(in) and 1/sqrt(in) (Kaiming's initialization with a = sqrt(5)). It
+    is drawn as a whole and then sharded, so its distribution does not depend on the layout.
+
+    Args:
+        layout: Layout of the rank's adapters.
+        hf_shapes: Shape of every adapter tensor, by HF name.
+        tensors: The rank's adapters by local name; all are overwritten.
+        seed: Seed of the run.
+    """
+    for tensor in tensors.values():
+        tensor.zero_()
+    for region in layout.regions:
+        if not region.hf.endswith(HF_A):
+            continue
+        target = tensors[region.local]
+        digest = hashlib.blake2b(f"{seed}/{region.hf}".encode(), digest_size=7).digest()
+        generator = torch.Generator(target.device)
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        shape = hf_shapes[region.hf]
+        full = torch.rand(shape, generator=generator, device=target.device) * 2 - 1
+        full /= shape[1] ** 0.5
+        box_view(target, region.local_box).copy_(box_view(full, region.hf_box))

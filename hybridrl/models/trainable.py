@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.models.adapters.rows import is_adapter
 from hybridrl.models.expert_stacks import in_stacks, place_in_stack
 from hybridrl.models.family import OUTPUT_LAYER, Family, ModelShape, Row
 from hybridrl.models.weights import Head, hf_shapes
@@ -69,14 +70,22 @@ def trained_family(
         freeze: `train.freeze`, already checked by `freeze_rules`.
         head: Head of the model; a value head is always trained.
     """
+    if family.lora is not None:
+        parts = [PARTS[name] for name in family.lora.full]
+        trained = [
+            row
+            for row in family.rows(shape)
+            if is_adapter(row.megatron) or any(is_part(row) for is_part in parts)
+        ]
+        return replace(family, rows=lambda _: tuple(trained))
     if not freeze:
         return family
     rows = []
     for row in family.rows(shape):
         layers = row.layers_of(shape)
-        trained = tuple(layer for layer in layers if not any(_matches(row, layer, freeze)))
-        if trained:
-            rows.append(row if len(trained) == len(layers) else replace(row, layers=trained))
+        kept = tuple(layer for layer in layers if not any(_matches(row, layer, freeze)))
+        if kept:
+            rows.append(row if len(kept) == len(layers) else replace(row, layers=kept))
     return replace(family, rows=lambda _: tuple(rows))
 
 
@@ -153,7 +162,7 @@ def backward_shares(
 
     Gradients flow from the loss back to the first layer with a trained parameter.
     """
-    if not freeze:
+    if not freeze and family.lora is None:
         return ALL
     rows = trained_family(family, shape, freeze, head).rows(shape)
     layers = [layer for row in rows if row.stage == "layer" for layer in row.layers_of(shape)]
@@ -214,13 +223,13 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
 
 def trained_summary(freeze: tuple[str, ...], family: Family, shape: ModelShape) -> str:
     """Returns a text with the number of trained parameters; "" if nothing is frozen."""
-    if not freeze:
+    if not freeze and family.lora is None:
         return ""
     total, trained = (
         sum(prod(size) for size in hf_shapes(part, shape).values())
         for part in (family, trained_family(family, shape, freeze))
     )
-    return f"{trained:,} of {total:,} parameters ({KEY})"
+    return f"{trained:,} of {total:,} parameters ({'lora' if family.lora else KEY})"
 
 
 def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:

@@ -9,10 +9,12 @@ layout exactly tile each local tensor (`check_layout` verifies this).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridrl.errors import ModelError
+from hybridrl.models.adapters.rows import HF_A, HF_B, A, B, is_adapter
+from hybridrl.models.adapters.slots import SLOT_A, SLOT_B, slot_rank
 from hybridrl.models.boxes import Box, Shape, show, sizes, tiling_fault, whole
 from hybridrl.models.cuts import Cut, fused_cut, megatron_cut, plain_cut, table_error
 from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, Row
@@ -191,8 +193,12 @@ def fused_layout(
     a separate local tensor, `<parameter>/<index on the rank>`: `w13_weight` contains [gate; up],
     and `w2_weight` contains down.
 
+    Adapters are in slots (adapters/slots.py), `<layer>.lora_a_stacked.<i>` and
+    `<layer>.lora_b_stacked.<i>` for the layer's projection `i`. Slots of projections without an
+    adapter are padding, and so are the rows and columns beyond the adapters' rank.
+
     Args:
-        family: Source of the weight table.
+        family: Source of the weight table, without or with adapters.
         shape: Sizes of the model.
         tp, tp_rank: Number of tensor-parallel ranks of the engine, and index of this rank.
         ep: Number of groups into which a layer's experts are divided; each expert is split into `tp
@@ -202,20 +208,25 @@ def fused_layout(
         ModelError: The model cannot be sharded this way; the error names the parameter.
     """
     builder = _LayoutBuilder()
-    for row in _rows(family, shape, "lm"):
+    rows = _rows(family, shape, "lm")
+    for row in rows:
+        if is_adapter(row.megatron):
+            continue
         if row.num_experts:
             _add_fused_experts(builder, row, shape, tp, tp_rank, ep)
             continue
         cut = fused_cut(row, shape, tp, tp_rank)
-        name = row.parts[0]
-        if row.kind == "qkv":
-            name = name.replace(".q_proj.", ".qkv_proj.")
-        elif row.kind == "gate_up":
-            name = name.replace(".gate_proj.", ".gate_up_proj.")
-        elif row.kind == "replicated" and len(row.parts) > 1:
-            name = name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
         for layer in row.layers_of(shape):
-            builder.add(row, layer, name.format(L=layer), cut)
+            builder.add(row, layer, _fused_name(row).format(L=layer), cut)
+    if family.lora is not None:
+        adapters = {row.megatron: row for row in rows if is_adapter(row.megatron)}
+        for name, row_a in adapters.items():
+            if name.endswith(f".{A}"):
+                row_b = adapters[f"{name.removesuffix(A)}{B}"]
+                slots = _slots(row_a, row_b, shape, slot_rank(family.lora), tp, tp_rank)
+                for layer in row_a.layers_of(shape):
+                    for slot in slots:
+                        builder.add_slot(slot, layer)
     return builder.layout()
 
 
@@ -290,6 +301,18 @@ def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """A slot of an adapter: local name, shape, and the rectangle of the HF tensor that its first
+    elements contain; `hf` is None if the projection has no adapter. `{L}` is the layer.
+    """
+
+    local: str
+    shape: Shape
+    hf: str | None
+    hf_box: Box
+
+
 class _LayoutBuilder:
     """Builds one rank's layout from its regions, shapes and padding."""
 
@@ -322,6 +345,19 @@ class _LayoutBuilder:
             self._padding.append((local, (*before, (offset, end), *after)))
         self._shapes[local] = sizes((*before, (0, end), *after))
 
+    def add_slot(self, slot: _Slot, layer: int) -> None:
+        """Adds a slot of an adapter in one layer."""
+        local, held = slot.local.format(L=layer), (0,) * len(slot.shape)
+        if slot.hf is not None:
+            held = sizes(slot.hf_box)
+            hf = slot.hf.format(L=layer)
+            self._regions.append(Region(hf, slot.hf_box, local, whole(held)))
+        if held != slot.shape:
+            # Only the dim of the rank is longer than the adapter.
+            first = [n if n < size else 0 for n, size in zip(held, slot.shape, strict=True)]
+            self._padding.append((local, tuple(zip(first, slot.shape, strict=True))))
+        self._shapes[local] = slot.shape
+
     def layout(self) -> RankLayout:
         """Returns the layout."""
         return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
@@ -330,8 +366,8 @@ class _LayoutBuilder:
 def _hf_tensors(row: Row) -> dict[str, Shape]:
     """Returns the shape of each HF tensor in a row; parts of one tensor are concatenated."""
     found: dict[str, Shape] = {}
-    for name, shape in zip(row.parts, row.shapes, strict=True):
-        first, *rest = shape
+    for index in row.stored_parts:
+        name, (first, *rest) = row.parts[index], row.shapes[index]
         found[name] = (found[name][0] + first if name in found else first, *rest)
     return found
 
@@ -378,6 +414,47 @@ def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: b
     if te and name not in alone:
         name = TE_NAMES.get(name, name)
     return GROUPED_NAMES.get(name, name) if grouped else name
+
+
+def _fused_name(row: Row) -> str:
+    """Returns the name of a row's parameter in an engine with fused projections, with `{L}`."""
+    name = row.parts[0]
+    if row.kind == "qkv":
+        return name.replace(".q_proj.", ".qkv_proj.")
+    if row.kind == "gate_up":
+        return name.replace(".gate_proj.", ".gate_up_proj.")
+    if row.kind == "replicated" and len(row.parts) > 1:
+        return name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
+    return name
+
+
+def _slots(
+    row_a: Row, row_b: Row, shape: ModelShape, rank: int, tp: int, tp_rank: int
+) -> list[_Slot]:
+    """Returns an engine rank's slots of a layer: A and B of each of its projections.
+
+    Projections that the HF checkpoint stores in one tensor have an adapter in common. Each then has
+    its own slot for A, with the same content.
+    """
+    layer = _fused_name(row_b).removesuffix(f".{HF_B}")
+    # A is cut like the layer's input: only if the layer is row-parallel.
+    ((_, start, stop),) = plain_cut(row_a, tp, tp_rank).runs[:1]
+    columns = (start, stop) if row_a.kind == "row" else (0, row_a.shapes[0][1])
+    own_rank, width = row_a.shapes[0][0], columns[1] - columns[0]
+    found = []
+    runs_b = fused_cut(row_b, shape, tp, tp_rank).runs
+    for index, (part, (_, first, last)) in enumerate(zip(row_b.parts, runs_b, strict=True)):
+        has_adapter = index in row_b.stored_parts
+        before = _first_row(row_b, index)
+        name_a = f"{part.removesuffix(HF_B)}{HF_A}"
+        box_a = ((0, own_rank), columns)
+        box_b = ((before + first, before + last), (0, own_rank))
+        slots = [
+            _Slot(f"{layer}.{SLOT_A}.{index}", (rank, width), name_a, box_a),
+            _Slot(f"{layer}.{SLOT_B}.{index}", (last - first, rank), part, box_b),
+        ]
+        found += slots if has_adapter else [replace(one, hf=None) for one in slots]
+    return found
 
 
 def _add_fused_experts(

@@ -9,6 +9,7 @@ the tokens that it holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,8 @@ class Policy:
         model: Parallel language model with its weights.
         num_updates_in_run: Number of optimizer steps of this model in the whole run.
         temperature: Divisor of the logits, equal to the sampling temperature.
+        uses_adapters: Whether the model's LoRA adapters take part. Without them, a policy in
+            training is its own frozen reference.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class Policy:
         algorithm: Algorithm,
         num_updates_in_run: int,
         temperature: float = 1.0,
+        uses_adapters: bool = True,
     ) -> None:
+        self._uses_adapters = uses_adapters
         self.model, self.algorithm = model, algorithm
         self.num_updates_in_run, self.temperature = num_updates_in_run, temperature
         self._start_logp_T: torch.Tensor | None = None
@@ -71,7 +76,8 @@ class Policy:
         """
         self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
-        outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
+        with nullcontext() if self._uses_adapters else self.model.without_adapters():
+            outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         return logp_T * batch.response_mask_T
 

@@ -27,6 +27,7 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
+from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.score_token import BEFORE_LAST, LAST
 from hybridrl.models.trainable import trained_summary
@@ -276,7 +277,8 @@ def make_roles(
             "Remove the section mix.",
         )
     roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
-    source = model_source(config.model, world.platform, config.longest_sequence())
+    lora = lora_of(config.lora)
+    source = model_source(config.model, world.platform, config.longest_sequence(), lora)
     section = config.algorithm
     warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0
     # The length of each model's learning-rate schedule is the number of that model's updates.
@@ -296,7 +298,9 @@ def make_roles(
     policy = Policy(model, algorithm, num_policy_updates, temperature)
     trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None
-    if roles.has_reference and has_reference:
+    if roles.has_reference and has_reference and lora is not None:
+        reference = Policy(model, algorithm, num_policy_updates, temperature, uses_adapters=False)
+    elif roles.has_reference and has_reference:
         models["reference"] = frozen = _build(meshes, "reference", source, config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)

@@ -37,6 +37,8 @@ class EngineTraits:
         takes_experts: Whether it supports mixture-of-experts models.
         takes_expert_maps: Whether any rank of a replica may hold any expert, so that experts can
             stay where they are trained; otherwise the engine assigns experts in its own order.
+        takes_adapters: Whether it can hold LoRA adapters next to the weights; otherwise it receives
+            weights with the adapters merged into them.
         records_experts: Whether it can record the experts chosen for each token.
         sleeps: Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/
             was compiled, gradients use that memory meanwhile, so that a GPU does not need room for
@@ -66,6 +68,7 @@ class EngineTraits:
     has_fused_parameters: bool = False
     takes_experts: bool = False
     takes_expert_maps: bool = False
+    takes_adapters: bool = False
     records_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
@@ -106,6 +109,7 @@ ENGINES = {
     "hf": EngineTraits(
         builder="hybridrl.rollout.hf.adapter:build",
         takes_experts=True,
+        takes_adapters=True,
         records_experts=True,
         ends_by_text=True,
         penalizes=True,
@@ -118,6 +122,7 @@ ENGINES = {
         takes_experts=True,
         takes_expert_maps=True,
         records_experts=True,
+        takes_adapters=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,

@@ -9,9 +9,13 @@ import torch
 
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.peft_directory import check_peft, read_peft
+from hybridrl.models.adapters.peft_files import load_peft
+from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.shards import load_hf
-from hybridrl.models.init import init_weights
+from hybridrl.models.init import init_adapters, init_weights
 from hybridrl.models.weights import VALUE_HEAD, Head, hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
@@ -21,7 +25,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_source(
-    config: ModelConfig, platform: Platform, longest: int | None = None
+    config: ModelConfig,
+    platform: Platform,
+    longest: int | None = None,
+    lora: Lora | None = None,
 ) -> ModelSource:
     """Reads the model's config.json and selects its family.
 
@@ -29,6 +36,7 @@ def model_source(
         config: The section `model`.
         platform: Platform on which the model runs.
         longest: See `ModelSource`.
+        lora: Adapters of the model; None if it has none.
     """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
@@ -37,24 +45,48 @@ def model_source(
     if config.tokenizer is not None and Path(config.tokenizer).is_dir():
         directory = Path(config.tokenizer)
     name = config.family or family.name
-    return ModelSource(family, hf_config, dtype, name, directory, longest)
+    return ModelSource(adapted(family, lora), hf_config, dtype, name, directory, longest)
 
 
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
     """Builds a model on a mesh, with weights from `model.path` or initialized from the seed.
 
-    A critic starts from the policy's weights, with a value head that is all zeros.
+    A critic starts from the policy's weights, with a value head that is all zeros. Adapters come
+    from `lora.path`, or are initialized from the seed.
     """
     model = ParallelModel(mesh, source, head, config.train)
     with mesh.world.all_agree("loading the weights"):
         if config.model.path is not None:
             load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
         elif mesh.is_member:
-            shapes = hf_shapes(source.family, source.shape, head)
-            tensors, norm_weight = model.weights(), float(not source.shape.centered_norms)
+            shapes = hf_shapes(base_of(source.family), source.shape, head)
+            tensors, norm_weight = model.base_weights(), float(not source.shape.centered_norms)
             seed = config.run.seed
-            init_weights(model.layout(), shapes, tensors, source.hf_config, seed, norm_weight)
+            init_weights(model.base_layout(), shapes, tensors, source.hf_config, seed, norm_weight)
+    if source.family.lora is not None:
+        with mesh.world.all_agree("loading the adapters"):
+            start_adapters(model, config.lora.path, config.run.seed)
     return model
+
+
+def start_adapters(model: ParallelModel, path: str | None, seed: int) -> None:
+    """Loads this rank's part of the adapters from a PEFT directory, or initializes it.
+
+    Args:
+        model: Model with adapters.
+        path: PEFT directory; None to draw A from the seed and set B to zero.
+        seed: Seed of the run.
+    """
+    if not model.mesh.is_member:
+        return
+    layout, tensors = model.adapter_layout(), model.adapter_weights()
+    shapes = hf_shapes(only_adapters(model.source.family), model.source.shape)
+    if path is None:
+        init_adapters(layout, shapes, tensors, seed)
+        return
+    adapter = read_peft(path)
+    check_peft(adapter, shapes)
+    load_peft(adapter, layout, tensors)
 
 
 def load_weights(
@@ -68,6 +100,6 @@ def load_weights(
         missing_ok: HF tensors that may be absent; the model keeps its values for them.
     """
     if model.mesh.is_member:
-        shapes = hf_shapes(model.source.family, model.source.shape, model.head)
-        directory = model_directory(section)
-        load_hf(directory, model.layout(), model.weights(), shapes, missing_ok=set(missing_ok))
+        shapes = hf_shapes(base_of(model.source.family), model.source.shape, model.head)
+        directory, layout = model_directory(section), model.base_layout()
+        load_hf(directory, layout, model.base_weights(), shapes, missing_ok=set(missing_ok))

@@ -8,6 +8,7 @@ world unless their docstrings say otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +23,16 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.owned import owned_layout
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.rows import base_of, is_adapter, only_adapters
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.models.megatron.adapters import (
+    adapted_rows,
+    adapters_off,
+    add_adapters,
+)
 from hybridrl.models.megatron.build import (
     build_chunks,
     named_parameters,
@@ -36,7 +44,7 @@ from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shar
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.score_token import LAST, ScoreToken
-from hybridrl.models.sources import FullWeights, TrainingShard
+from hybridrl.models.sources import FullWeights, TrainingShard, WeightSource
 from hybridrl.models.trainable import (
     BackwardShares,
     backward_shares,
@@ -55,6 +63,7 @@ from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
+from hybridrl.training.adapter_weights import AdapterWeights, MergedWeights, merged_tensors
 from hybridrl.training.batches.batch_plan import BatchPlan, BatchPlanner, ModelInput
 from hybridrl.training.memory import TrainedModelMemory
 from hybridrl.training.optimizer import (
@@ -178,7 +187,7 @@ class ParallelModel:
                 kind,
                 train.fp8,
             )
-            return build_chunks(
+            chunks = build_chunks(
                 source.family,
                 source.computed_config,
                 self.config,
@@ -187,6 +196,9 @@ class ParallelModel:
                 recompute=train.recompute,
                 extra_inputs=source.extra_inputs,
             )
+            if self.lora is not None:
+                add_adapters(chunks, self.layout(), self.lora)
+            return chunks
 
     def replay_experts(self) -> None:
         """Makes the model reuse the experts that the engine selected, for batches that record them.
@@ -247,6 +259,32 @@ class ParallelModel:
         """Returns the layout of this rank; not collective."""
         return self.layout_of(self.world.rank)
 
+    def base_layout(self) -> RankLayout:
+        """Returns the layout of this rank without its adapters; not collective."""
+        if not self.mesh.is_member:
+            return NOTHING
+        place = self.mesh.ranks.index(self.world.rank)
+        return self._layout(base_of(self.source.family), place)
+
+    def adapter_layout(self) -> RankLayout:
+        """Returns the layout of this rank's adapters; not collective."""
+        if not self.mesh.is_member:
+            return NOTHING
+        place = self.mesh.ranks.index(self.world.rank)
+        return self._layout(only_adapters(self.source.family), place)
+
+    def adapter_weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's adapters, as `weights`."""
+        return {name: one for name, one in self.weights().items() if is_adapter(name)}
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Computes with the frozen weights alone in this context: the model before training."""
+        return adapters_off(self._chunks)
+
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's parameters without its adapters, as `weights`."""
+        return {name: one for name, one in self.weights().items() if not is_adapter(name)}
+
     def layout_of(self, rank: int) -> RankLayout:
         """Returns the layout of any rank; not collective."""
         if rank not in self.mesh.ranks:
@@ -256,13 +294,18 @@ class ParallelModel:
     def _layout(self, family: Family, place: int) -> RankLayout:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
-    def weight_source(self) -> FullWeights:
+    def weight_source(self, holds_adapters: bool = False) -> WeightSource:
         """Returns the weights from which an engine is updated immediately after a step.
+
+        If the model has LoRA adapters, they are sent as such to an engine that holds adapters, and
+        merged into the weights otherwise.
 
         With `train.fuse_param_gather`, each rank provides only the parts that it updated. With
         `train.release_weights_in_rollout`, engines cannot use the training shard in place, because
         its memory is freed.
         """
+        if self.lora is not None:
+            return self._adapter_weights() if holds_adapters else self.whole_weights()
         tensors = self.weights_in_place()
         shard = None
         if not self.train.release_weights_in_rollout:
@@ -270,12 +313,35 @@ class ParallelModel:
         unchanging = frozenset(self.frozen_weights())
         return FullWeights(self._updated_layouts(), tensors, unchanging, shard)
 
-    def whole_weights(self) -> FullWeights:
-        """Returns the weights, which stay complete on this rank until the next step."""
-        return FullWeights(self._whole_layouts(), self.weights())
+    def whole_weights(self) -> WeightSource:
+        """Returns the weights, which stay complete on this rank until the next step.
 
-    def _whole_layouts(self) -> list[RankLayout]:
-        family, shape = self.source.family, self.source.shape
+        LoRA adapters are merged into them.
+        """
+        family = self.source.family
+        if family.lora is None:
+            return FullWeights(self._whole_layouts(family), self.weights())
+        rows = adapted_rows(self._chunks)
+        tensors = merged_tensors(self.weights(), rows, family.lora.scale)
+        unchanging = frozenset(self.frozen_weights()) - {f"{name}.weight" for name in rows}
+        return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
+
+    def adapters(self) -> FullWeights:
+        """Returns the LoRA adapters, which stay complete on this rank until the next step."""
+        layouts = self._whole_layouts(only_adapters(self.source.family))
+        return FullWeights(layouts, self.adapter_weights())
+
+    def _adapter_weights(self) -> AdapterWeights:
+        family, frozen_names = self.source.family, self.frozen_weights().keys()
+        assert family.lora is not None
+        tensors = self.weights()
+        trained = {name for name in tensors if name not in frozen_names and not is_adapter(name)}
+        shard = TrainingShard(self.base_layout(), self.base_weights())
+        layouts = self._whole_layouts(family)
+        return AdapterWeights(layouts, tensors, family.lora.scale, frozenset(trained), shard)
+
+    def _whole_layouts(self, family: Family) -> list[RankLayout]:
+        shape = self.source.shape
         parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
         by_rank = dict(zip(self.mesh.ranks, parts, strict=True))
         return [by_rank.get(rank, NOTHING) for rank in range(self.world.size)]
@@ -283,7 +349,7 @@ class ParallelModel:
     def _updated_layouts(self) -> list[RankLayout]:
         """Returns, for each rank, the layout of the tensor parts that a step updates there."""
         if not self.train.fuse_param_gather:
-            return self._whole_layouts()
+            return self._whole_layouts(self.source.family)
         ranges = owned_ranges(self._chunks, self._optimizer)
         unowned = weight_buffers(self._chunks) | self.frozen_weights()
         ranges |= {name: (0, tensor.numel()) for name, tensor in unowned.items()}
@@ -356,6 +422,11 @@ class ParallelModel:
     def frozen_parts(self) -> tuple[str, ...]:
         """Parts of the model that training leaves unchanged (`train.freeze`)."""
         return self.train.freeze
+
+    @property
+    def lora(self) -> Lora | None:
+        """Settings of the model's LoRA adapters; None if it has none."""
+        return self.source.family.lora
 
     @property
     def trained_family(self) -> Family:

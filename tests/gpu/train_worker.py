@@ -31,6 +31,8 @@ from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.rows import adapted, is_adapter
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.megatron.router import Router
@@ -97,6 +99,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }
+MODELS |= {f"{name}+lora": MODELS[name] for name in ("qwen2", "deepseek_v3")}
+LORA = Lora(rank=16, alpha=32.0)
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 SMALL_LATENT = SMALL | {"head_dim": 64, "num_key_value_heads": 4, "q_lora_rank": 64}
 
@@ -137,11 +141,12 @@ class Run:
     """One model of one layout, its weights in place."""
 
     def __init__(self, name: str, mesh: Mesh, dtype: torch.dtype, **train: Any) -> None:
-        small = SMALL_LATENT if name == "deepseek_v3" else SMALL
+        small = SMALL_LATENT if name.startswith("deepseek_v3") else SMALL
         config = MODELS[name] | (small if mesh.platform.is_cpu else {})
+        name, _, lora = name.partition("+")
         if name == "qwen2":
             config = {key: value for key, value in config.items() if key != "head_dim"}
-        family = resolve_family(name, config)
+        family = adapted(resolve_family(name, config), LORA if lora else None)
         source = ModelSource(family, config, dtype, name, Path("."))
         mesh.platform.seed(1)
         self.mesh, settings = mesh, {"micro_batch_tokens": BUDGET, **train}
@@ -180,7 +185,10 @@ class Run:
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
             self.model.accumulate(inputs, objective)
-        return gradients_in_hf_names(self.model), logp_T * batch.response_mask_T
+        found = gradients_in_hf_names(self.model)
+        if self.model.lora is not None:
+            found = {name: one for name, one in found.items() if is_adapter(name)}
+        return found, logp_T * batch.response_mask_T
 
 
 def away(mesh: Mesh, found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
@@ -302,7 +310,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             from_fp32 = away(mesh, other, reference)["all"]
             ours_is = away(mesh, ours, {n: g for n, (g, _) in other.items()})["all"]
             print_once(mesh, f"{name} {way}: {from_fp32:.2e} from fp32, {ours_is:.2e} from ours")
-            most = FP8_TOLERANCE[name] if way == "fp8" else TOLERANCE
+            most = FP8_TOLERANCE[name.partition("+")[0]] if way == "fp8" else TOLERANCE
             assert from_fp32 < most, f"{name} {way}: gradients are {from_fp32} from fp32"
         check_checkpoints(name, mesh, folder)
 

@@ -68,6 +68,7 @@ REGISTRY = "rollout/registry.py"
 WALLS = {
     "megatron": [
         "parallel/*",
+        "models/megatron/adapters.py",
         "models/megatron/build.py",
         "models/megatron/dispatch.py",
         "models/megatron/attention.py",
@@ -90,7 +91,16 @@ WALLS = {
     "transformer_engine": ["platform.py", "models/megatron/layers.py"],
     "vllm": [
         f"rollout/vllm/{part}.py"
-        for part in ("adapter", "decoding", "experts", "memory", "requests", "routing", "start")
+        for part in (
+            "adapter",
+            "adapters",
+            "decoding",
+            "experts",
+            "memory",
+            "requests",
+            "routing",
+            "start",
+        )
     ],
     "sglang": [
         f"rollout/sglang/{part}.py"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hybridrl.hybrid_engine.planning.wire import kept_tensors
+from hybridrl.models.adapters.slots import is_slot
 from hybridrl.models.boxes import Box
 from hybridrl.models.expert_stacks import is_run
 from hybridrl.models.weights import RankLayout
@@ -38,7 +39,8 @@ def shared_names(
 
     The training tensor has rows of the same length, and at least as many of them. Tensors that are
     kept in fp32 are left out. So are tensors that engines copy before use (`COPIED`): vLLM's copies
-    are views of the loaded parameter, so replacing that parameter would not free its memory. The
+    are views of the loaded parameter, so replacing that parameter would not free its memory. So are
+    slots of adapters, whose addresses the engine's kernels keep in tables. The
     experts of a stack, named `<parameter>/<index>`, are shared only all together, and only if they
     are consecutive in training too.
 
@@ -56,7 +58,9 @@ def shared_names(
         stack, _, index = name.partition("/")
         if index:
             stacks.setdefault(stack, []).append(name)
-        if name in kept or name.endswith(COPIED) or (index and not has_even_stacks):
+        if name in kept or name.endswith(COPIED) or is_slot(name):
+            continue
+        if index and not has_even_stacks:
             continue
         if content in held:
             one, other = source.shapes[held[content]], target.shapes[name]

@@ -16,6 +16,7 @@ from hybridrl.hybrid_engine.memory.alias import shared_views
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 
+WRAPPED = ".base_layer"  # part of the names of parameters in layers with adapters
 STACKS = ("w13_weight", "w2_weight")  # stacks of a rank's experts: gate above up, and down
 
 
@@ -32,7 +33,7 @@ def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor
     """
     found: dict[str, Tensor] = {}
     for own_name, parameter in model.named_parameters():
-        name = layout_name(own_name)
+        name = layout_name(own_name.replace(WRAPPED, ""))
         if name is None:
             continue
         if name.rpartition(".")[2] in STACKS:

@@ -24,6 +24,8 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
+from hybridrl.models.adapters.rows import base_of
+from hybridrl.models.adapters.slots import EngineSlots, is_slot, slot_rules
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
@@ -54,7 +56,8 @@ class StartInputs:
     Args:
         version: Name and version of the package, for messages.
         members: Global ranks of the replica, in tensor-parallel order.
-        weight_bytes: Bytes of this rank's parameters.
+        weight_bytes: Bytes of this rank's parameters and of its adapter's slots.
+        slots: Slots of the adapter; None if the engine has none.
     """
 
     settings: EngineSettings
@@ -65,6 +68,7 @@ class StartInputs:
     version: str
     members: list[int]
     weight_bytes: int
+    slots: EngineSlots | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -147,8 +151,13 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         assert package is not None
         for violation in package.model_rules(self._shape, is_cpu):
             raise violation
+        for violation in slot_rules(family, self._shape):
+            raise violation
+        if family.lora is not None and not ENGINES[self.name].takes_adapters:
+            raise ValueError(f"the {self.name} engine takes merged weights, without adapters")
         self._placement, self._rank = layout, rank
-        self._layout = self._weight_layout()
+        self._base_layout = self._weight_layout(base_of(family))
+        self._layout = self._base_layout if family.lora is None else self._weight_layout(family)
         version, members = package.installed_version(is_cpu), replica_members(layout, rank)
         if not dist.is_initialized():
             raise RuntimeError("create a process group first, then the engine")
@@ -162,6 +171,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             version=version,
             members=members,
             weight_bytes=itemsize * sum(map(math.prod, self._layout.shapes.values())),
+            slots=None if family.lora is None else EngineSlots.of(family.lora, self._layout.shapes),
         )
         self._experts: Recorder | None = None
         self._keeps_memory = False
@@ -177,7 +187,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if self._refusals:
             self.close()
             raise self._refusals[0]
-        self._tensors = live_tensors(self._live.model, self._layout_name)
+        self._tensors = live_tensors(self._live.model, self._layout_name) | self._slot_tensors()
         # Layers that the package repacked after loading no longer share memory.
         self.shared = frozenset(
             name for name, tensor in self._tensors.items() if is_view(name, tensor, self._views)
@@ -209,6 +219,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     @abstractmethod
     def _settle(self, model: torch.nn.Module) -> None:
         """Repairs a new module before its parameters are compared. Raises ModelError."""
+
+    def _slot_tensors(self) -> dict[str, Tensor]:
+        """Returns the slots of the started engine's adapter by their names in the layout."""
+        return {}
 
     @abstractmethod
     def _own_memory(self) -> SleepingMemory:
@@ -253,36 +267,45 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     # Used by adapters
 
-    def _weight_layout(self) -> RankLayout:
+    def _weight_layout(self, family: Family) -> RankLayout:
         _, tp_rank = self._placement.place(self._rank)
         tp, ep = self._placement.tp, self._settings.ep
-        layout = fused_layout(self._family, self._shape, tp, tp_rank, ep)
+        layout = fused_layout(family, self._shape, tp, tp_rank, ep)
         experts = self._placement.experts_of(self._rank)
         if experts is None:
             return layout
         if not ENGINES[self.name].takes_expert_maps:
             raise ValueError(f"the {self.name} engine assigns experts in order, not by a map")
-        return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
+        return with_experts(layout, ExpertTensors(family, self._shape), experts)
 
     def _prepare(self, model: torch.nn.Module) -> None:
         """Checks a new module's parameters, and shares memory with the trainer, before the package
-        measures memory and captures graphs.
+        adds adapters, measures memory and captures graphs.
         """
-        latent, shapes = self._shape.latent, hf_shapes(self._family, self._shape)
+        layout, latent = self._base_layout, self._shape.latent
+        shapes = hf_shapes(base_of(self._family), self._shape)
         load: Any = model.load_weights
         version = self._inputs.version
         try:
             self._settle(model)
             tensors = live_tensors(model, self._layout_name)
-            check_parameters(self._layout, tensors, version)
-            check_placement(self._layout, tensors, shapes, load, version)
+            check_parameters(layout, tensors, version)
+            check_placement(layout, tensors, shapes, load, version)
             if latent is not None:
                 self.copies.check(model, latent, self._shape.num_layers, version)
         except ModelError as error:
             self._refusals.append(error)
         else:
             set_epsilon(model)
-            self._views = share(model, self._shard, self._layout, self._layout_name)
+            self._views = share(model, self._shard, layout, self._layout_name)
+
+    def _prepare_adapter(self, model: torch.nn.Module, slots: Mapping[str, Tensor]) -> None:
+        """Checks a module's parameters again, with the slots that the package has added."""
+        tensors = {**live_tensors(model, self._layout_name), **slots}
+        try:
+            check_parameters(self._layout, tensors, self._inputs.version)
+        except ModelError as error:
+            self._refusals.append(error)
 
     def _record_with(self, make: Callable[[], Recorder]) -> Recorder | None:
         """Creates and returns the recorder of experts, if experts are recorded."""
@@ -295,9 +318,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the parameters that an update writes completely, and the padded parameters, which
-        it writes only in part. Excludes parameters that share the trainer's memory.
+        it writes only in part. Excludes parameters that share the trainer's memory. `begin_update`
+        clears what an update does not write of slots.
         """
-        padded = {name for name, _ in self._layout.padding}
+        padded = {name for name, _ in self._layout.padding if not is_slot(name)}
         own = {name: t for name, t in self._tensors.items() if name not in self.shared}
         whole = [tensor for name, tensor in own.items() if name not in padded]
         return whole, [tensor for name, tensor in own.items() if name in padded]

@@ -18,17 +18,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
+from hybridrl.models.adapters.rows import only_adapters
 from hybridrl.models.family import Family
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.transformers_model import transformers_model
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
-from hybridrl.models.weights import RankLayout, hf_layout
+from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest
 from hybridrl.rollout.hf.experts import ChosenExperts
+from hybridrl.rollout.hf.linear_adapters import hold_adapters
 
 # Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
 # for which the pass computes logits. Both numbers limit the pass's memory and are large enough to
@@ -84,6 +86,9 @@ class HfEngine(QueuedEngine):
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
         self._tensors = checkpoint_tensors(self._model, model_config, family)
+        if family is not None and family.lora is not None:
+            shapes = hf_shapes(only_adapters(family), family.shape(model_config))
+            self._tensors |= hold_adapters(self._model, shapes)
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
@@ -19,6 +20,7 @@ from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
+from hybridrl.rollout.vllm.adapters import LiveAdapter, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.latent import rotate_with_torch
@@ -52,6 +54,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._live = start(
             self._inputs,
             prepare=self._prepare,
+            prepare_adapter=lambda model: self._prepare_adapter(model, slot_tensors(model)),
             listen=lambda model, cache: self._record_with(
                 lambda: RecordedExperts(model, cache, self._shape, self._device)
             ),
@@ -62,6 +65,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._experts.attach(scheduler, self._running)
             except ModelError as error:
                 self._refusals.append(error)
+        self._adapter: LiveAdapter | None = None
+        if self._inputs.slots is not None and not self._refusals:
+            self._adapter = LiveAdapter(runner_of(self._live.llm), self._layout)
         self._cache_bytes = sum(int(one.size) for one in scheduler.kv_cache_config.kv_cache_tensors)
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._runs_ahead = self._decoding.is_async
@@ -71,6 +77,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             deal_experts(model, experts)
         if self._shape.latent is not None and self._device.type == "cpu":
             rotate_with_torch(model, self._inputs.version)
+
+    def _slot_tensors(self) -> dict[str, Tensor]:
+        return {} if self._adapter is None else slot_tensors(self._live.model)
 
     def _own_memory(self) -> SleepingMemory:
         caches, pieces = caches_of(runner_of(self._live.llm)), allocations()
@@ -94,6 +103,16 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._running.clear()
         if names:
             self._live.llm.engine_core.abort_requests(names)
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        if self._adapter is not None:
+            self._adapter.clear_unused()
+
+    def finish_update(self, version: int) -> None:
+        if self._adapter is not None:
+            self._adapter.check()
+        super().finish_update(version)
 
     def close(self) -> None:
         stop(self._live)
@@ -152,7 +171,13 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         llm, name = self._live.llm, f"{row.request.request_id}-{self._num_named}"
         tasks = llm.get_supported_tasks()
         llm.engine_core.add_request(
-            llm.input_processor.process_inputs(name, prompt, params, supported_tasks=tasks)
+            llm.input_processor.process_inputs(
+                name,
+                prompt,
+                params,
+                supported_tasks=tasks,
+                lora_request=None if self._adapter is None else self._adapter.request,
+            )
         )
         self._running[name] = row
         self._num_named += 1

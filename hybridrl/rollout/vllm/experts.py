@@ -8,7 +8,8 @@ CPU kernel for unpacked experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.rollout.common.cpu_experts import experts_forward
+from hybridrl.rollout.common.process_state import replaced
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
@@ -50,6 +52,25 @@ def _no_map(name: str) -> ModelError:
         "a model whose expert layers have vLLM's expert_map, which rollout.ep above 1 needs",
         "Set rollout.ep=1.",
     )
+
+
+@contextlib.contextmanager
+def experts_without_adapters() -> Iterator[None]:
+    """Within the `with` block, makes vLLM choose kernels for experts as in an engine without
+    adapters.
+
+    An engine with adapters in any layers would get kernels for adapters of experts (0.26, 0.32).
+    They need triton, which is absent on CPU, or pack gate and up in another order.
+    """
+    from vllm.model_executor.layers.fused_moe import layer
+
+    make = layer.FusedMoEConfig
+
+    def make_without(**keywords: Any) -> Any:
+        return make(**{**keywords, "is_lora_enabled": False})
+
+    with replaced(layer, "FusedMoEConfig", make_without):
+        yield
 
 
 def compute_with_live_experts() -> None:

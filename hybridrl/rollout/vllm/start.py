@@ -30,8 +30,9 @@ from hybridrl.rollout.common.packaged_engine import StartedPackage, StartInputs
 from hybridrl.rollout.common.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.common.sampling import uniforms
 from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.vllm.adapters import adapter_arguments, forget_addresses, split_projections
 from hybridrl.rollout.vllm.arguments import engine_arguments
-from hybridrl.rollout.vllm.experts import compute_with_live_experts
+from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.version import NAME, refusal
 
@@ -61,12 +62,16 @@ class LiveEngine(StartedPackage):
 def start(
     inputs: StartInputs,
     prepare: Callable[[torch.nn.Module], None],
+    prepare_adapter: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, Any], object],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over all ranks.
 
     Args:
-        prepare: Called with the new module, before vLLM measures memory and captures graphs.
+        prepare: Called with the new module, before vLLM adds adapters' slots, measures memory and
+            captures graphs.
+        prepare_adapter: Called with the module after vLLM has added the slots, if the engine has an
+            adapter.
         listen: Called with the module and vLLM's `KVCacheConfig` of this rank, before graphs are
             captured.
 
@@ -81,14 +86,17 @@ def start(
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
     memory = None if is_cpu else least_free_memory(layout)
     arguments = engine_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
+    if inputs.slots is not None:
+        arguments |= adapter_arguments(inputs.slots, is_cpu)
     with (
         keep_generators(inputs.device, everywhere=True),
         ranks_in_environment(),
         _groups_of(layout),
         _collectives_over_gloo(is_cpu),
-        _after_loading(prepare),
+        _after_loading(prepare, prepare_adapter),
         _after_caching(listen),
         second_runner(settings.architectures),
+        experts_without_adapters() if inputs.slots is not None else contextlib.nullcontext(),
     ):
         llm = _make_engine(settings, arguments, inputs.version, layout.place(inputs.rank))
     _OPEN.append(llm)
@@ -160,6 +168,7 @@ def stop(engine: LiveEngine) -> None:
     core.scheduler.shutdown()
     if not _OPEN:
         end_groups(parallel_state)
+        forget_addresses()
 
 
 def _import_vllm(version: str, is_cpu: bool) -> None:
@@ -232,11 +241,14 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Context manager: when vLLM has created its module, calls `prepare` with it while the memory
-    pool for weights is in use.
+def _after_loading(
+    prepare: Callable[[torch.nn.Module], None], prepare_adapter: Callable[[torch.nn.Module], None]
+) -> Iterator[None]:
+    """Context manager: calls `prepare` with vLLM's new module while the memory pool for weights is
+    in use, and `prepare_adapter` after vLLM has wrapped the layers that have adapters.
 
-    The pool can then free the parameters that `prepare` replaces.
+    The pool can then free the parameters that `prepare` replaces. `prepare` runs before vLLM wraps
+    layers: the loader of a model with wrapped layers needs other names in vLLM 0.26.
     """
     from vllm.v1.worker.gpu_worker import Worker  # base class of CPU workers too
 
@@ -244,18 +256,29 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
     def load(worker: Any, **keywords: Any) -> None:
         runner = worker.model_runner
-        load_runner = runner.load_model
+        load_runner, wrap_layers = runner.load_model, runner.load_lora_model
+        prepared: list[torch.nn.Module] = []
+
+        def prepare_and_wrap(model: Any, *args: Any, **wrap_keywords: Any) -> Any:
+            with torch.inference_mode(False):
+                prepare(model)
+            split_projections(model)
+            prepared.append(wrap_layers(model, *args, **wrap_keywords))
+            with torch.inference_mode(False):
+                prepare_adapter(prepared[0])
+            return prepared[0]
 
         def load_and_prepare(*args: Any, **runner_keywords: Any) -> None:
             load_runner(*args, **runner_keywords)
-            with torch.inference_mode(False):
-                prepare(runner.model)
+            if not prepared:
+                with torch.inference_mode(False):
+                    prepare(runner.model)
 
-        runner.load_model = load_and_prepare
+        runner.load_model, runner.load_lora_model = load_and_prepare, prepare_and_wrap
         try:
             load_worker(worker, **keywords)
         finally:
-            del runner.load_model
+            del runner.load_model, runner.load_lora_model
 
     with replaced(Worker, "load_model", load):
         yield

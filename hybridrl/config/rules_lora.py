@@ -1,0 +1,46 @@
+"""Rules between the section `lora` and other knobs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridrl.config.schema import Config, LoraConfig
+from hybridrl.errors import UserError
+
+
+def lora_section_rules(config: Config) -> Iterator[UserError]:
+    """Yields violated rules between the section `lora` and other knobs."""
+    lora, train = config.lora, config.train
+    if not lora.is_on:
+        for key, value in _given(lora, "alpha", "rslora", "full"):
+            allowed = "nothing without lora.rank"
+            yield UserError(f"lora.{key}", value, allowed, "Set lora.rank, such as 32.")
+        return
+    if lora.path is not None:
+        for key, value in _given(lora, "rank", "alpha", "rslora"):
+            allowed = "nothing with lora.path, whose adapter_config.json determines it"
+            yield UserError(f"lora.{key}", value, allowed, f"Remove lora.{key}.")
+    for name in lora.full:
+        if name not in ("embeddings", "head", "norms"):
+            allowed = "embeddings, head, norms"
+            yield UserError("lora.full", name, allowed, "Correct the name, or remove it.")
+    off: dict[str, object] = {
+        "train.freeze": ", ".join(train.freeze),
+        "train.fuse_param_gather": train.fuse_param_gather,
+        "train.release_weights_in_rollout": train.release_weights_in_rollout,
+        "train.moe.bias_update_rate": train.moe.bias_update_rate,
+    }
+    reasons = {
+        "train.freeze": "nothing with lora, which trains only adapters and lora.full",
+        "train.moe.bias_update_rate": "0 with lora, which leaves routers unchanged",
+    }
+    for key, value in off.items():
+        if value:
+            allowed = reasons.get(key, "false with lora, whose frozen weights stay in memory")
+            yield UserError(key, value, allowed, f"Remove {key}.")
+
+
+def _given(lora: LoraConfig, *keys: str) -> Iterator[tuple[str, object]]:
+    for key in keys:
+        if value := getattr(lora, key):
+            yield key, ", ".join(value) if isinstance(value, tuple) else value

@@ -1,0 +1,164 @@
+"""Reads settings, names and shapes of the adapters in a PEFT directory. No torch.
+
+A PEFT directory contains adapter_config.json and adapter_model.safetensors. Its tensors have the
+HF names of the weight table (rows.py), with a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.files import plain, read_json_object, shown
+from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
+from hybridrl.models.adapters.rows import HF_A, HF_B
+from hybridrl.models.boxes import Shape
+from hybridrl.models.hf.headers import open_shard
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Options of PEFT that change what an adapter computes, with the only values that are supported.
+PLAIN_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": ((), None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": ((), None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,),
+    "trainable_token_indices": (None,),
+    "megatron_config": (None,),
+}
+QUANTIZED = ("quant_state", "absmax", "qweight", "weight_format", "SCB")
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A PEFT directory.
+
+    Args:
+        lora: Settings of its adapters; `targets` are the names of the layers that have one.
+        base: Name or path of the model that it was trained on; "" if the directory states none.
+        shapes: Shape of each tensor, by HF name without PEFT's prefix.
+    """
+
+    directory: Path
+    lora: Lora
+    base: str
+    shapes: Mapping[str, Shape]
+
+
+def is_peft(directory: str | Path) -> bool:
+    """Whether a directory contains a PEFT adapter."""
+    return os.path.isfile(Path(directory) / CONFIG_FILE)
+
+
+def read_peft(directory: str | Path) -> PeftAdapter:
+    """Reads a PEFT directory's settings and the names and shapes of its tensors.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the adapter is of a kind that is not
+            supported; the error names the option or tensor.
+    """
+    folder = Path(os.path.expanduser(directory))
+    lora = read_peft_config(folder)
+    shapes: dict[str, Shape] = {}
+    with open_shard(folder / TENSOR_FILE, "numpy") as opened:
+        for stored in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
+            name = stored.removeprefix(PREFIX)
+            if not stored.startswith(PREFIX) or not name.endswith((f".{HF_A}", f".{HF_B}")):
+                is_quantized = stored.endswith(QUANTIZED)
+                raise _unexpected(folder, stored, "a quantized tensor" if is_quantized else "")
+            shapes[name] = tuple(opened.get_slice(stored).get_shape())
+    return PeftAdapter(folder, lora, read_base_name(folder), shapes)
+
+
+def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
+    """Checks that a PEFT directory contains exactly the adapters of a model.
+
+    Args:
+        adapter: Adapter in the directory.
+        shapes: Shape of every adapter tensor of the model, by HF name.
+
+    Raises:
+        CheckpointError: A tensor is missing or unexpected, or has the wrong shape.
+    """
+    for name in sorted(shapes.keys() | adapter.shapes.keys()):
+        found, wanted = adapter.shapes.get(name), shapes.get(name)
+        if found == wanted:
+            continue
+        raise CheckpointError(
+            f"tensor {plain(name, 160)} in {adapter.directory}",
+            "nothing" if found is None else f"shape {found}",
+            "no such tensor" if wanted is None else f"shape {wanted}, as the model has it",
+            "The adapter was trained on another model, or for other layers; choose the model that "
+            "adapter_config.json names, and set lora.targets to the layers that it adapts.",
+        )
+
+
+def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
+    """Returns the settings of the adapters in a PEFT directory.
+
+    Args:
+        folder: PEFT directory.
+        full: Parts that are trained in addition to the adapters.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or the adapter is of a kind that is not
+            supported; the error names the option.
+    """
+    config = read_json_object(folder / CONFIG_FILE, CheckpointError)
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise _refusal(folder, "peft_type", kind, "LORA")
+    for key, allowed in PLAIN_OPTIONS.items():
+        value = config.get(key)
+        value = tuple(value) if isinstance(value, list) else value
+        if value not in allowed:
+            raise _refusal(folder, key, config[key], "null" if allowed[0] is None else allowed[0])
+    rank, alpha = config.get("r"), config.get("lora_alpha", 8)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise _refusal(folder, "r", rank, "a positive integer")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise _refusal(folder, "lora_alpha", alpha, "a number")
+    targets = config.get("target_modules")
+    if targets == ALL_LINEAR:
+        targets = [ALL_LINEAR]
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise _refusal(folder, "target_modules", targets, f"{ALL_LINEAR}, or a list of names")
+    names = sorted({name.rpartition(".")[2] for name in targets})
+    return Lora(rank, float(alpha), tuple(names), bool(config.get("use_rslora")), full)
+
+
+def read_base_name(folder: Path) -> str:
+    """Returns the name or path of the model that an adapter was trained on; "" if unknown."""
+    found = read_json_object(folder / CONFIG_FILE, CheckpointError).get("base_model_name_or_path")
+    return found if isinstance(found, str) else ""
+
+
+def _refusal(folder: Path, key: str, value: object, allowed: object) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / CONFIG_FILE}: {key}",
+        "nothing" if value is None else shown(value),
+        allowed if isinstance(allowed, str) else json.dumps(allowed),
+        "hybridrl trains plain LoRA adapters; start from another adapter, or remove lora.path.",
+    )
+
+
+def _unexpected(folder: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {plain(name, 160)} in {folder / TENSOR_FILE}",
+        what or "an unknown tensor",
+        f"tensors named {PREFIX}*.{HF_A} or *.{HF_B}",
+        "Save the adapter with PEFT's save_pretrained, without other trained modules.",
+    )

@@ -1,0 +1,102 @@
+"""Reads and writes the tensors of LoRA adapters in PEFT's format.
+
+A PEFT directory contains adapter_config.json and adapter_model.safetensors. Its tensors have the
+HF names of the weight table (rows.py), with a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE, PeftAdapter
+from hybridrl.models.hf.headers import open_shard
+from hybridrl.models.hf.shards import box_view
+from hybridrl.models.weights import RankLayout, check_tensors
+
+
+def load_peft(adapter: PeftAdapter, layout: RankLayout, tensors: Mapping[str, Tensor]) -> None:
+    """Reads a rank's part of the adapters into its tensors, cast to their types.
+
+    Args:
+        adapter: Adapter in a PEFT directory, already checked by `check_peft`.
+        layout: Layout of the rank's adapters.
+        tensors: The rank's adapters by local name; they are written in place.
+    """
+    check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    with torch.no_grad(), open_shard(adapter.directory / TENSOR_FILE, "pt") as opened:
+        for region in layout.regions:
+            part = opened.get_slice(PREFIX + region.hf)
+            read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
+            if not bool(read.isfinite().all()):
+                raise CheckpointError(
+                    f"tensor {region.hf} in {adapter.directory}",
+                    "numbers that are not finite",
+                    "finite numbers",
+                    "Export the adapter again.",
+                )
+            box_view(tensors[region.local], region.local_box).copy_(read)
+
+
+def write_peft(
+    directory: str | Path,
+    tensors: Mapping[str, Tensor],
+    lora: Lora,
+    base: str,
+    targets: Sequence[str],
+    is_classifier: bool = False,
+) -> None:
+    """Writes a PEFT directory, which is renamed to its final name when it is complete.
+
+    Args:
+        directory: Directory to create; it must not exist or must be empty.
+        tensors: Whole adapter tensors by HF name, on the CPU.
+        lora: Settings of the adapters.
+        base: Name or path of the model without adapters.
+        targets: Last parts of the adapted layers' HF names.
+        is_classifier: Whether the model is a reward model.
+
+    Raises:
+        CheckpointError: The directory exists and is not empty.
+    """
+    folder = Path(directory)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            str(folder),
+            "something that exists",
+            "a new or empty directory",
+            "Choose another directory or remove this one.",
+        )
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, partial / TENSOR_FILE, metadata={"format": "pt"})
+    partial.rename(folder)

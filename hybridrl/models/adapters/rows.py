@@ -1,0 +1,161 @@
+"""Adapters as rows of a weight table: names, shapes and shards of all A and B. No torch.
+
+A family with adapters is an ordinary family whose table has two more rows for each adapted Megatron
+linear layer: `lora_a` stacks the A of its HF projections, `lora_b` their B. The HF names are
+PEFT's, without their prefix. Layouts, checkpoints, optimizer states and reshards follow from the
+table, as for every other parameter.
+
+Invariant: a rank's rows of `lora_b`, and its columns of `lora_a`, are those of the weight that they
+adapt. A tensor-parallel rank therefore never needs adapters of other ranks' rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+from hybridrl.errors import UserError
+from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
+from hybridrl.models.family import Family, ModelShape, Row
+
+A, B = "lora_a", "lora_b"
+HF_A, HF_B = "lora_A.weight", "lora_B.weight"
+WEIGHT = ".weight"
+
+
+@lru_cache(64)
+def adapted(family: Family, lora: Lora | None) -> Family:
+    """Returns a family whose weight table also contains the adapters' parameters.
+
+    Args:
+        family: Family without adapters.
+        lora: Settings, already checked by `adapter_rules`; None for no adapters.
+    """
+    if lora is None:
+        return family
+
+    def rows(shape: ModelShape) -> tuple[Row, ...]:
+        return (*family.rows(shape), *_adapter_rows(family, shape, lora))
+
+    return replace(family, rows=rows, lora=lora)
+
+
+@lru_cache(64)
+def base_of(family: Family) -> Family:
+    """Returns the family without adapters."""
+    if family.lora is None:
+        return family
+
+    def rows(shape: ModelShape) -> tuple[Row, ...]:
+        return tuple(row for row in family.rows(shape) if not is_adapter(row.megatron))
+
+    return replace(family, rows=rows, lora=None)
+
+
+@lru_cache(64)
+def only_adapters(family: Family) -> Family:
+    """Returns a family whose weight table contains only the adapters' parameters."""
+
+    def rows(shape: ModelShape) -> tuple[Row, ...]:
+        return tuple(row for row in family.rows(shape) if is_adapter(row.megatron))
+
+    return replace(family, rows=rows)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, by its Megatron, local or HF name."""
+    return name.endswith((f".{A}", f".{B}", f".{HF_A}", f".{HF_B}"))
+
+
+def modules(row: Row) -> tuple[str, ...]:
+    """Returns the HF names of a weight's linear layers, without repetitions.
+
+    Projections that the HF checkpoint stores in one tensor are one linear layer.
+    """
+    return tuple(dict.fromkeys(part.removesuffix(WEIGHT) for part in row.parts))
+
+
+def can_adapt(row: Row) -> bool:
+    """Whether a row is the weight of a linear layer that can have an adapter."""
+    is_linear = row.stage == "layer" and len(row.shapes[0]) == 2 and ".linear_" in row.megatron
+    return is_linear and row.num_experts == 0 and row.megatron.endswith(WEIGHT)
+
+
+def _adapter_rows(family: Family, shape: ModelShape, lora: Lora) -> Iterator[Row]:
+    for row in family.rows(shape):
+        if not can_adapt(row):
+            continue
+        targets = tuple(name for name in modules(row) if _is_target(name, lora))
+        if not targets:
+            continue
+        stored = tuple(
+            index for index, part in enumerate(row.parts) if part.removesuffix(WEIGHT) in targets
+        )
+        module = row.megatron.removesuffix(WEIGHT)
+        is_row = row.kind == "row"
+        yield replace(
+            row,
+            megatron=f"{module}.{A}",
+            parts=tuple(f"{name}.{HF_A}" for name in targets),
+            shapes=((lora.rank, row.shapes[0][1]),) * len(targets),
+            kind="row" if is_row else "replicated",
+        )
+        yield replace(
+            row,
+            megatron=f"{module}.{B}",
+            parts=tuple(f"{part.removesuffix(WEIGHT)}.{HF_B}" for part in row.parts),
+            shapes=tuple((size[0], lora.rank) for size in row.shapes),
+            kind="replicated" if is_row else row.kind,
+            stored=None if len(stored) == len(row.parts) else stored,
+        )
+
+
+def _is_target(module: str, lora: Lora) -> bool:
+    return ALL_LINEAR in lora.targets or module.rpartition(".")[2] in lora.targets
+
+
+def target_names(family: Family, shape: ModelShape) -> list[str]:
+    """Returns the names that `lora.targets` may contain for a model, in the order of its layers."""
+    rows = [row for row in family.rows(shape) if can_adapt(row)]
+    return list(dict.fromkeys(name.rpartition(".")[2] for row in rows for name in modules(row)))
+
+
+def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[UserError]:
+    """Yields the errors in the settings of a model's adapters.
+
+    Args:
+        lora: Settings of the adapters.
+        family, shape: Family without adapters, and sizes of the model.
+    """
+    known = target_names(family, shape)
+    for name in lora.targets:
+        if name == ALL_LINEAR or name in known:
+            continue
+        close = difflib.get_close_matches(name, [*known, ALL_LINEAR], n=1)
+        remedy = f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
+        yield UserError("lora.targets", name, f"{ALL_LINEAR}, {', '.join(known)}", remedy)
+        return
+    for row in family.rows(shape):
+        if not can_adapt(row) or not any(_is_target(name, lora) for name in modules(row)):
+            continue
+        least = min(min(size) for size in row.shapes)
+        if lora.rank > least:
+            name = modules(row)[0].rpartition(".")[2]
+            yield UserError(
+                "lora.rank",
+                lora.rank,
+                f"1 to {least}, the smaller dimension of {name}",
+                "Lower lora.rank.",
+            )
+            return
+
+
+def num_adapter_parameters(family: Family, shape: ModelShape) -> int:
+    """Returns the number of the adapters' parameters over all layers and ranks."""
+    return sum(
+        len(row.layers_of(shape)) * sum(prod(row.shapes[index]) for index in row.stored_parts)
+        for row in only_adapters(family).rows(shape)
+    )

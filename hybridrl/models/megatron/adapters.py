@@ -1,0 +1,214 @@
+"""Adds LoRA adapters to Megatron's linear layers.
+
+A linear layer stays the same module, with the same parameter names. It only gains the parameters
+`lora_a` and `lora_b` (models/adapters/rows.py), and its output gains s B A x. Each HF projection
+has its own A and B, also where Megatron fuses several projections into one layer.
+
+With tensor parallelism, a layer's output is either sharded by rows (its input is complete), or a
+sum over the ranks (its input is sharded by columns). A rank holds the same rows of B, or columns of
+A, as of the weight, and a copy of the other matrix. Only activations of width `rank` are
+communicated. Invariant: an adapter's output is in the same parallel state as the output to which it
+is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.rows import HF_A, WEIGHT, A, B
+from hybridrl.models.weights import RankLayout, Region
+
+
+def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lora) -> None:
+    """Adds the adapters in a rank's layout to its modules; their parameters are all zero.
+
+    Args:
+        chunks: Megatron's modules on this rank, one per virtual pipeline stage.
+        layout: Layout of the rank, with rows of adapters.
+        lora: Settings of the adapters.
+    """
+    regions: dict[str, list[Region]] = {}
+    for region in layout.regions:
+        regions.setdefault(region.local, []).append(region)
+    for local in layout.shapes:
+        module, _, name = local.rpartition(".")
+        if name != B:
+            continue
+        chunk, _, path = module.partition("/")
+        projections = [r.hf.removesuffix(f".{HF_A}") for r in regions[f"{module}.{A}"]]
+        rows, places = _rows(regions[f"{module}{WEIGHT}"], projections)
+        linear = chunks[int(chunk)].get_submodule(path)
+        num_columns = layout.shapes[f"{module}.{A}"][1]
+        _adapt(linear, len(projections), num_columns, rows, places, lora)
+
+
+def _rows(
+    regions: Sequence[Region], projections: Sequence[str]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Returns which rows of a layer's output its adapters change.
+
+    Args:
+        regions: Regions of the layer's weight.
+        projections: HF names of the projections that have an adapter.
+
+    Returns:
+        Indices of the output rows to which the rows of `lora_b` belong, or None for all rows; and
+        for each row of `lora_b` the index of its projection.
+    """
+    rows: list[int] = []
+    places: list[int] = []
+    for region in regions:
+        start, stop = region.local_box[0]
+        name = region.hf.removesuffix(WEIGHT)
+        if name in projections:
+            rows += range(start, stop)
+            places += [projections.index(name)] * (stop - start)
+    num_rows = max(region.local_box[0][1] for region in regions)
+    return None if len(rows) == num_rows else torch.tensor(rows), torch.tensor(places)
+
+
+def _adapt(
+    linear: torch.nn.Module,
+    num_projections: int,
+    num_columns: int,
+    rows: torch.Tensor | None,
+    places: torch.Tensor,
+    lora: Lora,
+) -> None:
+    """Turns a linear layer into one with adapters."""
+    weight: Any = linear.weight
+    parallel = getattr(linear, "tp_group", None)
+    is_parallel = parallel is not None and parallel.size() > 1
+    # Megatron's own layer, and transformer-engine's.
+    is_row = hasattr(linear, "input_is_parallel") or getattr(linear, "parallel_mode", "") == "row"
+    linear.__class__ = _with_adapters(type(linear))  # type: ignore[arg-type]  # a class is hashable
+    self: Any = linear
+    self.lora_rank, self.lora_scale, self.lora_is_on = lora.rank, lora.scale, True
+    self.lora_group = parallel if is_parallel else None
+    self.lora_is_row, self.lora_num_projections = is_row, num_projections
+    num_outputs = weight.size(0)
+    self.lora_rows = (
+        torch.arange(num_outputs) if rows is None else rows  # the layer's output rows
+    ).to(weight.device)
+    self.lora_places = places.to(weight.device)
+    self.lora_is_dense = rows is None and num_projections == 1
+    for name, shape in (
+        (A, (lora.rank * num_projections, num_columns)),
+        (B, (len(places), lora.rank)),
+    ):
+        new = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        linear.register_parameter(name, new)
+        is_sharded = is_parallel and (name == A) == is_row
+        set_tensor_model_parallel_attributes(new, is_sharded, 1 if name == A else 0, 1)
+        # Each tensor-parallel rank computes the gradient for its part of the sequence only, so
+        # Megatron sums it over these ranks, as for norms.
+        new.sequence_parallel = not is_sharded  # type: ignore[attr-defined]
+    if hasattr(linear, "return_layernorm_output"):  # transformer-engine's norm and linear layer
+        self.return_layernorm_output = True
+
+
+@cache
+def _with_adapters(base: type) -> type:
+    """Returns a subclass of a linear layer's class that adds the adapters' output."""
+
+    class Adapted(base):  # type: ignore[misc, valid-type]
+        def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(hidden, *args, **kwargs)
+            if not isinstance(found, tuple):
+                return self.with_lora(hidden, found) if self.lora_is_on else found
+            output, bias = found[0], found[1]
+            if getattr(self, "return_layernorm_output", False):
+                # ((output, normalized), None) without a bias, (output, bias, normalized) with one.
+                output, hidden = found[0] if bias is None else (found[0], found[2])
+            return (self.with_lora(hidden, output) if self.lora_is_on else output), bias
+
+        def with_lora(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+            """Returns the output plus s B A x, where x is `hidden`."""
+            inner = torch.nn.functional.linear(hidden, self.lora_a)
+            if self.lora_group is not None and self.lora_is_row:
+                inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.lora_group)
+            elif self.lora_group is not None:
+                inner = gather_from_sequence_parallel_region(
+                    inner, tensor_parallel_output_grad=True, group=self.lora_group
+                )
+            flat = torch.addmm(
+                output.flatten(0, -2), inner.flatten(0, -2), self._spread().T, alpha=self.lora_scale
+            )
+            return flat.view_as(output)
+
+        def _spread(self) -> torch.Tensor:
+            """Returns B as one matrix from the stacked A x to all output rows."""
+            if self.lora_is_dense:
+                return self.lora_b
+            num, rank = self.lora_num_projections, self.lora_rank
+            wide = self.lora_b.new_zeros(self.weight.size(0), num, rank)
+            wide = wide.index_put((self.lora_rows, self.lora_places), self.lora_b)
+            return wide.view(-1, num * rank)
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            """Returns the sharded tensors of weight and adapters."""
+            found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            if (group := getattr(self, "tp_group", None)) is None:  # latent attention's down proj
+                return found
+            found |= make_sharded_tensors_for_checkpoint(
+                {name: getattr(self, name) for name in (A, B)},
+                prefix,
+                {A: 1} if self.lora_is_row else {B: 0},
+                sharded_offsets,
+                tp_group=group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            if prefix.endswith("linear_fc1.") and self.lora_num_projections > 1:
+                # Megatron's feed-forward layer does this for the weight.
+                found[prefix + B] = apply_swiglu_sharded_factory(found[prefix + B], sharded_offsets)
+            return found
+
+    Adapted.__name__, Adapted.__qualname__ = base.__name__, base.__qualname__
+    return Adapted
+
+
+def adapted_rows(
+    chunks: Sequence[torch.nn.Module],
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns, for each adapted linear layer by local name, the output rows to which the rows of
+    its B belong, and the index of the projection of each row.
+    """
+    return {
+        f"{index}/{name}": (part.lora_rows, part.lora_places)
+        for index, chunk in enumerate(chunks)
+        for name, part in _named_adapted(chunk)
+    }
+
+
+def _named_adapted(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in chunk.named_modules():
+        if hasattr(part, "lora_is_on"):
+            yield name, part
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Computes without adapters in this context."""
+    adapted = [part for chunk in chunks for _, part in _named_adapted(chunk)]
+    for part in adapted:
+        part.lora_is_on = False
+    try:
+        yield
+    finally:
+        for part in adapted:
+            part.lora_is_on = True

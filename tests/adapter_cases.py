@@ -1,0 +1,95 @@
+"""Random LoRA adapters for engines of tiny models, and PEFT's model with the same adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.rows import HF_A, HF_B, only_adapters
+from hybridrl.models.boxes import Box
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.hf.transformers_weights import checkpoint_tensors
+from hybridrl.models.weights import hf_shapes
+
+PREFIX = "base_model.model."
+
+
+def with_adapter(model: torch.nn.Module, lora: Lora, targets: list[str], seed: int) -> Any:
+    """Returns PEFT's model with a random adapter; wraps `model` in place."""
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                scale = 0.6 * parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.3
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return wrapped
+
+
+def draw_adapter(wrapped: Any, seed: int) -> None:
+    """Replaces the adapter by another random one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                scale = 0.6 * parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.3
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def hf_tensors(wrapped: Any, lora: Lora) -> dict[str, Tensor]:
+    """Returns base weights and adapters by HF names, as engines receive them: B with its scale."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            own = name.removeprefix(PREFIX).replace(".default", "")
+            found[own] = parameter.detach() * (lora.scale if "lora_B" in own else 1)
+    base = wrapped.get_base_model()
+    tensors = checkpoint_tensors(base, base.config.to_dict())
+    for name, tensor in tensors.items():
+        if "lora_" not in name:
+            found[name.replace(".base_layer", "")] = tensor.detach()
+    return found
+
+
+def merge_random(
+    model: Any, family: Family, shape: ModelShape, seed: int
+) -> tuple[Any, dict[str, Tensor]]:
+    """Adds a random adapter to a model's own weights, for mixtures, where PEFT adapts the experts
+    too; returns the model, and its weights without the adapter together with the adapter.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    base = checkpoint_tensors(model, model.config.to_dict())
+    tensors = {name: tensor.detach().clone() for name, tensor in base.items()}
+    for name, size in hf_shapes(only_adapters(family), shape).items():
+        scale = 0.6 * size[-1] ** -0.5 if name.endswith(HF_A) else 0.3
+        tensors[name] = scale * torch.randn(size, generator=generator)
+    with torch.no_grad():
+        for name in [one for one in tensors if one.endswith(HF_B)]:
+            layer = name.removesuffix(f".{HF_B}")
+            model.get_submodule(layer).weight += tensors[name] @ tensors[f"{layer}.{HF_A}"]
+    return model, tensors
+
+
+def part(tensor: Tensor, box: Box) -> Tensor:
+    """Returns a rectangle of a tensor."""
+    return tensor[tuple(slice(*span) for span in box)]
+
+
+def write_tensors(engine: Any, tensors: dict[str, Tensor], version: int) -> None:
+    """Writes tensors, by HF name, into an engine by its own layout."""
+    engine.begin_update()
+    own = engine.tensors()
+    for region in engine.layout().regions:
+        part(own[region.local], region.local_box).copy_(part(tensors[region.hf], region.hf_box))
+    engine.finish_update(version)

@@ -1,0 +1,183 @@
+"""One rank of the tests of LoRA: real Megatron, gloo, PEFT on transformers' model as the oracle.
+
+lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full]"
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from parity_worker import LENGTHS, gradients_in_hf_names, objective, sample_batch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import LONGEST, as_long
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config.schema import TrainConfig
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.peft_directory import check_peft, read_peft
+from hybridrl.models.adapters.peft_files import load_peft
+from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.joining import start_process_group
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.mesh import Mesh
+from hybridrl.platform import Platform
+from hybridrl.training.model import ModelSource, ParallelModel
+
+RANK, ALPHA = 4, 8
+
+
+def peft_folder(base: Path, folder: Path, targets: list[str]) -> None:
+    """Saves a random adapter with PEFT."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model.save_pretrained(folder)
+
+
+def make(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> ParallelModel:
+    hf_config = json.loads((folder / "config.json").read_text())
+    adapter = read_peft(peft)
+    family = adapted(resolve_family(None, hf_config), adapter.lora)
+    source = ModelSource(family, hf_config, torch.float32, family.name, folder, LONGEST)
+    mesh = Mesh(World(Platform.detect(), 120), layout)
+    mesh.platform.seed(1)
+    train = TrainConfig(micro_batch_tokens=48, clip_grad=0.5, recompute=recompute)
+    model = ParallelModel(mesh, source, "lm", train)
+    load_hf(
+        folder, model.base_layout(), model.base_weights(), hf_shapes(base_of(family), source.shape)
+    )
+    shapes = hf_shapes(only_adapters(family), source.shape)
+    check_peft(adapter, shapes)
+    load_peft(adapter, model.adapter_layout(), model.adapter_weights())
+    return model
+
+
+def oracle(folder: Path, peft: Path):
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    model.set_attn_implementation("eager")  # the default leaves out soft caps
+    model = PeftModel.from_pretrained(model, peft, is_trainable=True, autocast_adapter_dtype=False)
+    return model.double()
+
+
+def expected(folder: Path, peft: Path):
+    """Returns PEFT's log-probabilities with and without the adapter, and gradients of A and B."""
+    model = oracle(folder, peft)
+    batch = sample_batch(model.config.vocab_size)
+    offsets, loss = batch.offsets.tolist(), torch.zeros((), dtype=torch.float64)
+    logps = []
+    for sample, (prompt, response) in enumerate(LENGTHS):
+        tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
+        log_p = model(as_long(model, tokens)[None]).logits[0, : len(tokens)].log_softmax(-1)
+        position = torch.arange(prompt - 1, prompt + response - 1)
+        logp = log_p[position, tokens[position + 1]]
+        entropy = -(log_p.exp() * log_p).sum(-1)[position]
+        loss = loss + (((position % 5) - 1.5) * logp + 0.3 * entropy).sum() / 100
+        logps.append(logp.detach())
+    loss.backward()
+    gradients = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    plain = []
+    with torch.no_grad(), model.disable_adapter():
+        for sample, (prompt, response) in enumerate(LENGTHS):
+            tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
+            log_p = model(as_long(model, tokens)[None]).logits[0, : len(tokens)].log_softmax(-1)
+            position = torch.arange(prompt - 1, prompt + response - 1)
+            plain.append(log_p[position, tokens[position + 1]])
+    return torch.cat(logps), torch.cat(plain), gradients
+
+
+def response_logps(model: ParallelModel, batch) -> torch.Tensor:
+    plan = model.plan(batch)
+    column_T = plan.column([output.logp_S for output in model.forward_all(plan.inputs)])
+    offsets = batch.offsets.tolist()
+    return torch.cat(
+        [
+            column_T[offsets[sample] + prompt : offsets[sample + 1]]
+            for sample, (prompt, _) in enumerate(LENGTHS)
+        ]
+    )
+
+
+def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None:
+    model = make(folder, peft, layout, recompute)
+    world = model.world
+    wanted = expected(folder, peft) if world.rank == 0 else None
+    logps, plain, gradients = world.broadcast_object(wanted, 0)
+    batch = sample_batch(model.source.shape.vocab_size)
+    base = {name: one.clone() for name, one in model.base_weights().items()}
+    model.make_trainable(1e-2)
+    worst = float((response_logps(model, batch) - logps).abs().max())
+    assert worst < 1e-5, f"log-probabilities differ from PEFT's by {worst}"
+    with model.without_adapters():
+        worst = float((response_logps(model, batch) - plain).abs().max())
+    assert worst < 1e-5, f"without adapters they differ by {worst}"
+    for _ in range(2):
+        model.accumulate(model.plan(batch).inputs, objective)
+        found = gradients_in_hf_names(model)
+        norm = model.grad_norm()
+    held_by = world.gather_objects({name for name, (_, held) in found.items() if held.any()})
+    assert set().union(*held_by) == gradients.keys(), set().union(*held_by) ^ gradients.keys()
+    largest = max(float(one.abs().max()) for one in gradients.values())
+    for name, (gradient, held) in found.items():
+        if held.any():
+            off = float((gradient - gradients[name])[held].abs().max()) / largest
+            assert off < 5e-6, f"{layout}: gradient of {name} differs by {off}"
+    total = sum(float(one.double().square().sum()) for one in gradients.values()) ** 0.5
+    assert abs(norm / total - 1) < 1e-5, (norm, total)
+    model.apply(1e-2, norm)
+    for name, one in model.base_weights().items():
+        assert torch.equal(one, base[name]), f"{name} has changed"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    platform = Platform.detect()
+    platform.activate()
+    start_process_group(platform, 120)
+    root, families, *layouts = sys.argv[1:]
+    for family in families.split(","):
+        folder, peft = Path(root) / family, Path(root) / f"{family}-peft"
+        hf_config = json.loads((folder / "config.json").read_text())
+        known = adapted(resolve_family(None, hf_config), Lora(RANK, ALPHA))
+        names = hf_shapes(only_adapters(known), known.shape(hf_config))
+        targets = list(dict.fromkeys(name.split(".")[-3] for name in names if ".lora_A" in name))
+        if known.shape(hf_config).moe is not None:  # PEFT would adapt experts of the same names
+            targets = [
+                name for name in targets if name not in ("gate_proj", "up_proj", "down_proj")
+            ]
+        world = World(platform, 120)
+        if world.rank == 0 and not peft.exists():
+            peft_folder(folder, peft, targets)
+        world.gather_objects(None)
+        for text in layouts:
+            numbers = [one for one in text.split(",") if one.isdigit()]
+            tp, pp, cp, vpp = map(int, numbers)
+            more = dict(one.split("=") for one in text.split(",") if "=" in one)
+            recompute = next((r for r in ("full", "selective") if r in text.split(",")), "none")
+            sizes = {name: int(size) for name, size in more.items()}
+            layout = TrainLayout(world.size, tp, pp, cp, vpp=vpp, **sizes)
+            check(folder, peft, layout, recompute)
+            parallel_state.destroy_model_parallel()
+            print(f"{family} {text} is right", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""LoRA adapters in Megatron's layers: PEFT's log-probabilities and gradients in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
+
+WORKER = str(Path(__file__).with_name("lora_worker.py"))
+OTHERS = ("mistral", "smollm3", "phi3", "phi35", "phi4mini", "glm4", "granite", "olmo2")
+WITH_CAPS = ("gemma2", "gemma3_text")
+TWO_RANKS = ("2,1,1,1,selective", "1,2,1,2,full", "1,1,2,1")
+WITH_EXPERTS_ON_TWO = ("2,1,1,1,ep=2", "2,1,1,1,etp=2", "1,2,1,1")
+FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world", "families", "layouts"),
+    [
+        (2, ("qwen2", "phi3"), TWO_RANKS),
+        (2, ("qwen3_moe", "deepseek_v3"), WITH_EXPERTS_ON_TWO),
+        pytest.param(1, (*OTHERS, *WITH_CAPS, "mixtral"), ("1,1,1,1",), marks=pytest.mark.full),
+        pytest.param(2, FAMILIES, (*TWO_RANKS, "1,1,1,1"), marks=pytest.mark.full),
+        pytest.param(4, ("qwen2", "llama"), FOUR_RANKS[:2], marks=pytest.mark.full),
+        pytest.param(4, WITH_EXPERTS[:1], FOUR_RANKS, marks=pytest.mark.full),
+    ],
+)
+def test_adapters_compute_and_learn_as_in_peft(
+    world: int, families: tuple[str, ...], layouts: tuple[str, ...], tmp_path: Path
+) -> None:
+    save_tiny_models(tmp_path, families)
+    run_ranks(world, WORKER, [str(tmp_path), ",".join(families), *layouts], timeout_s=400)
