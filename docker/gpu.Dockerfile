@@ -13,23 +13,24 @@ RUN python3.12 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
-# torch alone: the largest part, and the one that changes least.
-RUN pip install 'torch>=2.11,<2.16'
+# torch alone: the largest part, and the one that changes least. The versions are those that ran on H100 and H200.
+RUN pip install torch==2.11.0
 
-# vLLM, which may choose an older torch within the range.
-RUN pip install 'torch>=2.11,<2.16' 'vllm>=0.26'
+RUN pip install torch==2.11.0 vllm==0.26.0
 
 # What hybridrl needs, by its table; the sources are not looked at.
 COPY hybridrl/config/packages.py /build/packages.py
 RUN python -c "import runpy; t = runpy.run_path('/build/packages.py'); print('\n'.join(n + b for n, b in t['REQUIRED'].items()))" \
-    > /build/required.txt && pip install -r /build/required.txt setuptools wheel ninja
+    > /build/required.txt && pip install -r /build/required.txt torch==2.11.0 megatron-core==0.16.1 \
+       setuptools wheel ninja
 
 COPY setup.py pyproject.toml MANIFEST.in README.md LICENSE /opt/hybridrl/
 COPY csrc /opt/hybridrl/csrc
 COPY kernels /opt/hybridrl/kernels
 COPY examples /opt/hybridrl/examples
 COPY hybridrl /opt/hybridrl/hybridrl
-RUN pip install --no-deps --no-build-isolation /opt/hybridrl && hybridrl --version
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist /opt/hybridrl && pip install --no-deps /dist/*.whl \
+    && rm -r /opt/hybridrl && hybridrl --version
 
 WORKDIR /work
 ENTRYPOINT ["hybridrl"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hybridrl.config.packages import PYTHON, REQUIRED
+from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
+from hybridrl.rollout.vllm import version as vllm
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -53,6 +54,8 @@ def test_instructions_are_known_and_their_sources_exist(file: Path) -> None:
 def test_versions_are_those_of_the_tables(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = (ROOT / "setup.py").read_text() + (ROOT / "Makefile").read_text()
     told += (ROOT / "requirements" / "vllm-cpu.txt").read_text()
+    tested = [*vllm.TESTED, *(f"megatron-core {version}" for version in MEGATRON_CORE)]
+    told += " ".join(line.replace(" ", "==") for line in tested) + " torch==2.11.0"
     asked = []
     for name, rest in instructions(file):
         if name == "RUN" and "pip install" in rest:
