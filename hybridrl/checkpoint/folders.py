@@ -36,6 +36,7 @@ STEP_FOLDER = re.compile(r"step_(\d{1,18})")
 PARTIAL, REPLACED = ".partial", ".replaced"
 STATE = "state.json"
 HF_FILES = "hf"
+EXPORTS = "exports"  # folder in a run folder, with a folder step_N for each exported checkpoint
 FileFormat = Literal["hf", "megatron"]  # output of `hybridrl convert`
 HF_FORMAT: Final = "hf"
 

@@ -27,7 +27,7 @@ from hybridrl.config.interpolation import (
     value_at,
 )
 from hybridrl.config.other_systems import SECTIONS_ELSEWHERE, counterpart
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, RunConfig
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
 from hybridrl.errors import MISSING, ConfigError, UnknownKeyError, UserError, said, short
 
@@ -295,9 +295,13 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     if kind == "extra_forbidden" and section is not None:
         return _unknown_key(key, parts[-1], section)
     if kind == "missing":
-        return UserError(
-            key, MISSING, "a value", f"Set {key} in the config.{_meaning(section, parts[-1])}"
-        )
+        if parts == ["run"]:  # its other knobs have defaults
+            key, section = "run.name", RunConfig
+        elif parts[-1] in ("model", "algorithm"):
+            return UserError(key, MISSING, "a section with keys", f"Write the section `{key}:`.")
+        remedy = f"Set it in the file, or on the command line: {key}=VALUE."
+        name = key.rpartition(".")[2]
+        return UserError(key, MISSING, "a value", f"{remedy}{_meaning(section, name)}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _unknown_algorithm(f"{key}.name", details["input"])
     if kind in ("model_type", "model_attributes_type"):
@@ -396,6 +400,6 @@ def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
 def _unknown_algorithm(key: str, given: object) -> UserError:
     name = given.get("name") if isinstance(given, Mapping) else given
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
-    near = nearest_algorithm(str(name))
+    near = None if name is None else nearest_algorithm(str(name))
     remedy = f"Did you mean '{near}'?" if near else f"Set {key}."
     return UserError(key, MISSING if name is None else short(name), allowed, remedy)

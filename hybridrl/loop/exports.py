@@ -18,7 +18,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl import __version__
-from hybridrl.checkpoint.folders import HF_FILES
+from hybridrl.checkpoint.folders import EXPORTS, HF_FILES
 from hybridrl.config.files import read_json_object, replace_text
 from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
@@ -36,7 +36,6 @@ from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
-EXPORTS = "exports"  # folder in a run folder
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
 _PARTIAL = ".*.partial"  # folders that a killed run left behind
 

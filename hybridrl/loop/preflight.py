@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.checkpoint.folders import (
+    EXPORTS,
     HF_FILES,
     HF_FORMAT,
     FileFormat,
@@ -153,6 +154,21 @@ def validate_training(
     _raise_all([*found, *_sets(config), *_trackers(config)])
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
+    if config.checkpoint.export_hf:
+        check_exports(run_folder(config))
+
+
+def check_exports(folder: Path) -> None:
+    """Raises UserError if the exports of a run could not be written, or would replace exports whose
+    checkpoints are gone.
+    """
+    exports, remedy = folder / EXPORTS, "Move it away, or choose another run.name."
+    if os.path.lexists(exports) and not exports.is_dir():
+        raise UserError(str(exports), "a file", "a folder, or no such path", remedy)
+    has_checkpoint = newest_checkpoint(folder / "checkpoints") is not None
+    if not has_checkpoint and exports.is_dir() and any(exports.iterdir()):
+        allowed = "no exports in a run without checkpoints, because they would be replaced"
+        raise UserError(str(exports), "a folder that is not empty", allowed, remedy)
 
 
 def validate_evaluation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from hybridrl.checkpoint.folders import Checkpoint, find_checkpoint, newest_firs
 from hybridrl.checkpoint.manifest import Ancestor, DigestingFile, Manifest, verify_piece
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.checkpoint.writing import put_back_replaced
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, UserError
+from hybridrl.loop.preflight import check_exports
 
 
 def write(root: Path, step: int, order: int) -> Path:
@@ -85,3 +87,14 @@ def test_the_weights_of_a_step_are_those_of_before_it(
     newest = {step: store.newest(before_step=step) for step in (None, 4, 3, 1)}
     found = {step: folder and folder.name for step, folder in newest.items()}
     assert found == {None: "step_3", 4: "step_3", 3: "step_2", 1: None}
+
+
+def test_exports_without_checkpoints_are_refused_at_the_start(tmp_path: Path) -> None:
+    check_exports(tmp_path)
+    (tmp_path / "exports" / "step_3").mkdir(parents=True)
+    with pytest.raises(UserError, match="exports: got a folder that is not empty"):
+        check_exports(tmp_path)
+    shutil.rmtree(tmp_path / "exports")
+    (tmp_path / "exports").write_text("")
+    with pytest.raises(UserError, match="exports: got a file"):
+        check_exports(tmp_path)

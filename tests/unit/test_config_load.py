@@ -315,3 +315,11 @@ def test_changed_yaml_lists_what_differs_from_the_defaults(name: str) -> None:
     assert load_config_dict(content, ["data.prompts='a${oc.env:X,b}.jsonl'"]) == config
     assert content["train"] == {"tp": 2} and content["algorithm"] == {"name": name}
     assert "eval" not in content and content["run"] == {"name": "a"} and "${oc.env:X,b}" in text
+
+
+def test_missing_sections_are_named_with_what_to_write() -> None:
+    found = violations({"train": {"tp": 1}})
+    assert set(found) == {"run.name", "model", "algorithm"}
+    assert "run.name=VALUE" in found["run.name"].remedy
+    assert str(found["model"]).startswith("model is missing; allowed: a section with keys.")
+    assert "Did you mean" not in str(violations({**MINIMAL, "algorithm": {}})["algorithm.name"])

@@ -247,7 +247,7 @@ class HfWriter:
         ):
             raise CheckpointError(
                 str(self.directory),
-                "a path that exists and is not an empty directory",
+                "a directory that is not empty" if self.directory.is_dir() else "a file",
                 "a new or empty directory",
                 "Choose another directory or remove this one.",
             )
