@@ -40,7 +40,7 @@ from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.loop.trainer import Trainer
-from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.megatron.build import named_parameters
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
@@ -311,7 +311,7 @@ def freeze(
         # Megatron's flat buffers, as the optimizer would have them. Without requires_grad=False:
         # a source sends frozen parameters once, and each reshard here must write everything.
         named = named_parameters(model.chunks)
-        parameters = [named[name] for name in reversed(in_stacks(list(named)))]
+        parameters = [named[name] for name in reversed(ordered_by_stack(list(named)))]
         wrapped = SimpleNamespace(
             buffers=list(map(buffer_of, parameters)),
             expert_parallel_buffers=[],

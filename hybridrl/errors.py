@@ -31,7 +31,7 @@ def short(value: object, max_characters: int = 80) -> str:
     return _cut(" ".join(text.split()), max_characters)
 
 
-def said(error: BaseException, max_characters: int = 300) -> str:
+def error_text(error: BaseException, max_characters: int = 300) -> str:
     """Returns an exception's text for a message, or its type if it has no text. Never raises."""
     try:
         text = " ".join(str(error).split())
@@ -40,7 +40,7 @@ def said(error: BaseException, max_characters: int = 300) -> str:
     return _cut(_printable(text or type(error).__name__), max_characters)
 
 
-def did(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
     """Describes how code failed: "raised ValueError" or "called sys.exit(0)"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({short(error.code)})"
@@ -144,7 +144,7 @@ class DataError(UserError):
     """Prompts or demonstrations that cannot be read as configured."""
 
 
-class RowError(DataError):
+class BadRowError(DataError):
     """A row that cannot be used, although other rows of the source can; see `data.on_bad_row`."""
 
 

@@ -11,7 +11,7 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import imported
 from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
 from hybridrl.config.supervised import PAIR_PRESETS
-from hybridrl.errors import UserError, said, short
+from hybridrl.errors import UserError, error_text, short
 
 if TYPE_CHECKING:
     from hybridrl.algorithms.base import Algorithm
@@ -48,11 +48,11 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     try:
         algorithm: Algorithm = imported(config.name)(**config.options)
     except ImportError as error:
-        raise _unusable(config.name, said(error)) from error
+        raise _unusable(config.name, error_text(error)) from error
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise _unusable(config.name, f"{type(error).__name__}: {said(error)}") from error
+        raise _unusable(config.name, f"{type(error).__name__}: {error_text(error)}") from error
     required = [*_METHODS]
     if hasattr(algorithm, "needs"):
         if not isinstance(algorithm.needs, Needs):

@@ -117,9 +117,9 @@ class MemoryCopies:
             if world.rank == 0:
                 agreement.value = run_id(run_folder)
         self._number: str = agreement.values[0]
-        self._leads = world.rank == world.mates[0]
-        self._num_threads = reading_threads(len(world.mates))
-        hosts = sorted({tuple(one) for one in world.gather_objects(world.mates)})
+        self._leads = world.rank == world.host_ranks[0]
+        self._num_threads = reading_threads(len(world.host_ranks))
+        hosts = sorted({tuple(one) for one in world.gather_objects(world.host_ranks)})
         self._hosts: list[tuple[int, ...]] = hosts
         self._connect()
         self._copies: HostCopies | None = None
@@ -161,7 +161,7 @@ class MemoryCopies:
         self._turn_off_if(why)
         if self.is_off:
             return False
-        found, mates = self._world.gather_objects(num_bytes), self._world.mates
+        found, mates = self._world.gather_objects(num_bytes), self._world.host_ranks
         has_room = self._needed_bytes(found) <= free_bytes(-sum(found[rank] for rank in mates))
         if has_room:
             self._copies.reserve(num_bytes, len(mates))
@@ -293,7 +293,7 @@ class MemoryCopies:
         """Whether all hosts have enough memory for copies of the current size. Collective."""
         found = self._world.gather_objects((self.num_bytes, reserved))
         needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
-        free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
+        free = free_bytes(sum(found[rank][1] for rank in self._world.host_ranks))
         said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB available in memory and "
         said += f"/dev/shm, but copies need {needed / 1e9:.3g} GB"
         self._turn_off_if(said if self._leads and free < needed else "")
@@ -348,7 +348,7 @@ class MemoryCopies:
         Args:
             root: The run's `checkpoints` folder.
         """
-        own = files_of_host(self._number, self._world.mates) if self._leads else None
+        own = files_of_host(self._number, self._world.host_ranks) if self._leads else None
         hosts = [one for one in self._world.gather_objects(own) if one is not None]
         if not any(host.manifests for host in hosts):
             return None
@@ -480,7 +480,7 @@ class _BegunCopy:
                 with model.mesh.active():
                     state = sharded_state(model, False, copies.allocators(name))
                     parts = self._folder / name, model.mesh.ranks, self._world, copies
-                    num_files = threads_beside_training(len(self._world.mates))
+                    num_files = threads_beside_training(len(self._world.host_ranks))
                     self._begun[name] = begin_sharded(state, *parts, num_files)
             self._random = save_tensors(rng_state())
 

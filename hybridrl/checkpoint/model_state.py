@@ -101,7 +101,7 @@ def load_model(
         )
     with damage_is_told(world, f"verifying {folder / part}", folder, notify):
         plain = _plain_values(folder, part, manifest)
-        threads = reading_threads(len(world.mates))
+        threads = reading_threads(len(world.host_ranks))
         reader = ShardedReader(folder, part, manifest, threads)
     with (
         damage_is_told(world, f"loading {folder / part}", folder, notify, is_unbounded=True),

@@ -223,7 +223,7 @@ class CheckpointStore:
         Args:
             num_bytes: Approximate size of this rank's part of a checkpoint.
         """
-        self._copies.reserve(num_bytes, len(self.world.mates))
+        self._copies.reserve(num_bytes, len(self.world.host_ranks))
 
     @property
     def reserved_bytes(self) -> int:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from hybridrl.config.files import read_json_object, shown
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import model_directory
-from hybridrl.errors import ModelError, UserError, said
+from hybridrl.errors import ModelError, UserError, error_text
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 GENERATION_CONFIG = "generation_config.json"
@@ -57,7 +57,7 @@ def with_generation_config(config: Config) -> Config:
             try:
                 checked = getattr(RolloutConfig.model_validate({key: value}), key)
             except ValidationError as error:
-                why = said(ValueError(error.errors()[0]["msg"]))
+                why = error_text(ValueError(error.errors()[0]["msg"]))
                 remedy = f"Set rollout.{key}, or rollout.generation_config=false."
                 raise ModelError(f"{file}: {key}", value, why, remedy) from error
             rollout = rollout.model_copy(update={key: checked})

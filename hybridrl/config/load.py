@@ -29,7 +29,7 @@ from hybridrl.config.interpolation import (
 from hybridrl.config.other_systems import SECTIONS_ELSEWHERE, counterpart
 from hybridrl.config.schema import Config, RunConfig
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
-from hybridrl.errors import MISSING, ConfigError, UnknownKeyError, UserError, said, short
+from hybridrl.errors import MISSING, ConfigError, UnknownKeyError, UserError, error_text, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
@@ -82,7 +82,11 @@ def load_config(
         raise ConfigError([error]) from None
     except OmegaConfBaseException as error:  # an interpolation without a value
         raise ConfigError(
-            [UserError(str(path), said(error), "valid YAML", "Fix the interpolation in the file.")]
+            [
+                UserError(
+                    str(path), error_text(error), "valid YAML", "Fix the interpolation in the file."
+                )
+            ]
         ) from None
     if not isinstance(content, dict) or not content:
         found = "an empty file" if not content else type(content).__name__
@@ -236,7 +240,11 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
         raw = OmegaConf.to_container(holder, resolve=False)["value"]  # type: ignore[index, call-overload]
         value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
     except (YamlTextError, OmegaConfBaseException) as error:
-        return [UserError(key, short(text), "a YAML value", f"Quote or change it ({said(error)}).")]
+        return [
+            UserError(
+                key, short(text), "a YAML value", f"Quote or change it ({error_text(error)})."
+            )
+        ]
     if value is None and text.strip() not in NULLS:
         value = raw = text  # YAML reads `#` as a comment: `reward.extract=#### (.*)` is text
     for place in places_within(written, tuple(parts)):

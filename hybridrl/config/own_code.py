@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import UserError, did, said
+from hybridrl.errors import UserError, error_text, failure_text
 
 MAX_LINES = 5  # lines of users' code in one message
 LIBRARIES = ("site-packages", "dist-packages")
@@ -47,9 +47,9 @@ def imported(path: str) -> Any:
     except Exception as error:  # the user's module may raise anything
         lines = own_lines(error)
         at = f" at {lines}" if lines else ""
-        raise ImportError(f"{type(error).__name__}{at}: {said(error)}") from error
+        raise ImportError(f"{type(error).__name__}{at}: {error_text(error)}") from error
     except BaseException as error:  # such as sys.exit, which would end the command
-        raise ImportError(f"it {did(error)} at {_lines(error)}") from error
+        raise ImportError(f"it {failure_text(error)} at {_lines(error)}") from error
 
 
 @contextmanager
@@ -66,7 +66,9 @@ def contained() -> Iterator[None]:
     except BaseException as error:
         allowed = "code that returns, or raises an Exception"
         remedy = "Remove the call; it would end the run without a message."
-        raise UserError(_lines(error), f"code that {did(error)}", allowed, remedy) from error
+        raise UserError(
+            _lines(error), f"code that {failure_text(error)}", allowed, remedy
+        ) from error
 
 
 def own_lines(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.errors import UserError, said
+from hybridrl.errors import UserError, error_text
 
 # OmegaConf raises OSError for text that is neither a mapping nor a list; PyYAML's constructors
 # raise the last four for values that do not match their tags.
@@ -45,7 +45,7 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
     except _ERRORS as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
-        raise YamlTextError(problem or said(error), mark and mark.line + 1) from None
+        raise YamlTextError(problem or error_text(error), mark and mark.line + 1) from None
 
 
 def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:
@@ -63,4 +63,4 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
     except (OSError, ValueError) as error:
         if isinstance(error, YamlTextError) and error.line is not None:
             where = f"{path}:{error.line}"
-        raise UserError(where, said(error), allowed, "Fix this line of the file.") from None
+        raise UserError(where, error_text(error), allowed, "Fix this line of the file.") from None

@@ -23,7 +23,7 @@ from typing import Any
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.messages import ASSISTANT, Message
 from hybridrl.data.rows import BadRows, Row
-from hybridrl.errors import DataError, RowError, said, short
+from hybridrl.errors import BadRowError, DataError, error_text, short
 
 MESSAGES = "messages"
 """Column that stores the messages of a chat for rewards that read them."""
@@ -122,7 +122,7 @@ def render_chats(
             render = _ChatRenderer(tokenizer, row, config, counts, may_split)
         try:
             yield from render.render_row(row, responses)
-        except RowError as error:
+        except BadRowError as error:
             bad.add(row.source, error)
 
 
@@ -217,7 +217,7 @@ class _ChatRenderer:
         allowed = "one turn in each response of a pair or of a labelled row"
         remedy = "Put each turn in its own row, with the turns before it in the prompt, or mark "
         remedy += "the assistant's text in the template with {% generation %}."
-        return RowError(row.place, got, allowed, remedy)
+        return BadRowError(row.place, got, allowed, remedy)
 
     def _template(self, row: Row, tools: Any) -> str:
         found = self._tokenizer.chat_template
@@ -244,7 +244,7 @@ class _ChatRenderer:
             if not chat.spans or chat.spans[0][0] == 0:
                 got = "a chat without a prompt" if chat.spans else "no text that the template marks"
                 allowed = "messages of other roles, followed by text of the assistant"
-                raise RowError(row.place, got, allowed, "Fix that row, or the chat template.")
+                raise BadRowError(row.place, got, allowed, "Fix that row, or the chat template.")
         return chats
 
     def _marked(
@@ -319,7 +319,7 @@ class _ChatRenderer:
         num = len(os.path.commonprefix([before, finished]))
         if num < len(closed) or not before.startswith(closed):
             given, has = (short(text[max(num - 20, 0) : num + 40]) for text in (before, finished))
-            raise RowError(
+            raise BadRowError(
                 row.place,
                 f"message {len(messages)} of a chat, before which the template's generation prompt "
                 f"renders {given} and the finished turn {has}",
@@ -345,7 +345,7 @@ class _ChatRenderer:
         for call in message.get("tool_calls", ()):
             name = call["function"]["name"]
             if name not in produced:
-                raise RowError(
+                raise BadRowError(
                     row.place,
                     f"a call to {short(name)}, which the chat template leaves out",
                     "calls that the chat template renders",
@@ -368,7 +368,7 @@ class _ChatRenderer:
         try:
             closed = self._render(row, template, asked, None)[0].rstrip()
             opened = self._render(row, template, asked, None, True)[0]
-        except RowError:
+        except BadRowError:
             return ""
         ends = (end for end in self._ends if closed.endswith(end))
         tail = max(ends, key=len, default="")
@@ -402,8 +402,8 @@ class _ChatRenderer:
                 **{**special, **self._config.template_arguments},
             )
         except Exception as error:  # a template may raise any exception
-            got = f"messages that the chat template rejects: {said(error, 160)}"
-            raise RowError(
+            got = f"messages that the chat template rejects: {error_text(error, 160)}"
+            raise BadRowError(
                 row.place, got, "messages that the chat template renders", "Fix that row."
             ) from error
         return texts[0], tuple(found[0]) if marks else ()

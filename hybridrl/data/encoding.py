@@ -16,7 +16,7 @@ from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.chats import Chat, chats_of, sample, shared_prompt, token_runs
 from hybridrl.data.rows import BadRows, Row
 from hybridrl.data.text_tokens import Encode, TextTokens
-from hybridrl.errors import DataError, RowError, said, short
+from hybridrl.errors import BadRowError, DataError, error_text, short
 
 # Limits on the rows in one tokenizer call.
 _MAX_CHUNK_ROWS, _MAX_CHUNK_CHARACTERS = 1024, 1 << 23
@@ -113,7 +113,7 @@ def encoded_rows(
     def of_texts(rows: Sequence[Row]) -> list[Encoded | None]:
         try:
             return list(_encode_texts(rows, names, tokenizer, encoder, limits, ends, front))
-        except RowError as error:
+        except BadRowError as error:
             if len(rows) > 1:
                 return [found for row in rows for found in of_texts([row])]
             bad.add(rows[0].source, error)
@@ -132,7 +132,7 @@ def encoded_rows(
                 )
                 if found is not None and not found.prompt:
                     raise _without_tokens(row.place, found.text, "1 token or more")
-            except RowError as error:
+            except BadRowError as error:
                 bad.add(row.source, error)
                 continue
             if found is not None:
@@ -307,7 +307,7 @@ def _tokenize_with_offsets(
                 "Set model.tokenizer to a directory with tokenizer.json.",
             ) from error
         except Exception as error:  # tokenizers raise various classes on unknown words
-            allowed = f"a text that the tokenizer can encode ({said(error, 160)})"
+            allowed = f"a text that the tokenizer can encode ({error_text(error, 160)})"
             raise _without_tokens(place, text, allowed) from error
         if most >= len(text) or len(tokens) > 2 * limit:
             return list(tokens), offsets
@@ -318,7 +318,7 @@ def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> l
     """Returns the tokens of each text in a list of pairs (place, text).
 
     Raises:
-        RowError: The tokenizer fails on a text; the error names its place.
+        BadRowError: The tokenizer fails on a text; the error names its place.
     """
     try:
         parts = [text[: _first_characters(limit)] for _, text in texts]
@@ -332,13 +332,13 @@ def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> l
         if len(texts) > 1:
             return [_tokenize([text], encode, limit)[0] for text in texts]
         ((place, text),) = texts
-        allowed = f"a text that the tokenizer can encode ({said(error, 160)})"
+        allowed = f"a text that the tokenizer can encode ({error_text(error, 160)})"
         raise _without_tokens(place, text, allowed) from error
     return found
 
 
-def _without_tokens(place: str, text: object, allowed: str) -> RowError:
-    return RowError(place, f"{short(text)}, which has no tokens", allowed, "Fix that row.")
+def _without_tokens(place: str, text: object, allowed: str) -> BadRowError:
+    return BadRowError(place, f"{short(text)}, which has no tokens", allowed, "Fix that row.")
 
 
 def _end_token(tokenizer: TextEncoder) -> int:

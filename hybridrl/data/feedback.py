@@ -13,7 +13,7 @@ from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.forms import text_columns
 from hybridrl.data.rows import BadRows, Row
-from hybridrl.errors import DataError, RowError, short
+from hybridrl.errors import BadRowError, DataError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
@@ -38,7 +38,7 @@ def checked(
     for row in rows:
         try:
             _check(row, config, feedback)
-        except RowError as error:
+        except BadRowError as error:
             bad.add(row.source, error)
             continue
         if feedback == "labels":
@@ -57,17 +57,17 @@ def _check(row: Row, config: DataConfig, feedback: Feedback | None) -> None:
         is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
         if not is_number or not 0 <= margin <= sys.float_info.max:  # type: ignore[operator]
             got = f"{config.margin_key} = {short(margin)}"
-            raise RowError(row.place, got, "a finite number of at least 0", "Fix that row.")
+            raise BadRowError(row.place, got, "a finite number of at least 0", "Fix that row.")
     elif feedback == "labels":
         label = row.columns[config.label_key]
         if not isinstance(label, bool):
             got = f"{config.label_key} = {short(label)}"
-            raise RowError(row.place, got, "true or false", "Fix that row.")
+            raise BadRowError(row.place, got, "true or false", "Fix that row.")
 
 
-def equal_sides(row: Row, config: DataConfig) -> RowError:
+def equal_sides(row: Row, config: DataConfig) -> BadRowError:
     """Returns the error for a pair whose two responses are equal."""
-    return RowError(
+    return BadRowError(
         row.place,
         f"equal responses in {config.chosen_key!r} and {config.rejected_key!r}",
         "two different responses, in text and in tokens",

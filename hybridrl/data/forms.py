@@ -29,7 +29,7 @@ from hybridrl.data.rows import (
 )
 from hybridrl.data.trees import DESCRIPTION as TREES
 from hybridrl.data.trees import expand_trees
-from hybridrl.errors import DataError, RowError, short
+from hybridrl.errors import BadRowError, DataError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
 """Kind of rows: prompts to generate responses for, or responses to learn from."""
@@ -92,7 +92,7 @@ def formed_rows(
             for name in required:
                 if found.columns.get(name) is None:
                     raise missing(row, name)
-        except RowError as error:
+        except BadRowError as error:
             counted.add(row.source, error)
             if row.source not in good:
                 counted.check(good, MAX_LEADING_BAD)
@@ -140,7 +140,7 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
     """Returns a row with the columns of its kind, each a text or a list of messages.
 
     Raises:
-        RowError: The row has no known form, or its values do not fit the form.
+        BadRowError: The row has no known form, or its values do not fit the form.
         DataError: The row has images.
     """
     refuse_images(row)
@@ -173,14 +173,14 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {config.answer_key: rule["ground_truth"]}
 
 
-def missing(row: Row, name: str) -> RowError:
+def missing(row: Row, name: str) -> BadRowError:
     """Returns the error for a row that lacks a column."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
     allowed = f"the column {short(name)} in every row"
-    return RowError(row.place, got, allowed, f"{hint}Add the column, or set its data.*_key.")
+    return BadRowError(row.place, got, allowed, f"{hint}Add the column, or set its data.*_key.")
 
 
 def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, object]) -> Parts:
@@ -206,7 +206,7 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
             raise error
         forms = "; ".join(form.text() for form in FORMS if kind in form.parts)
         forms += "" if kind == "labels" else f"; {TREES}"
-        raise RowError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
+        raise BadRowError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
     return fitting[0].parts[kind](row, config, columns)
 
 
@@ -221,7 +221,7 @@ def _checked(row: Row, name: str, value: Text) -> Text:
         return chat(row.place, name, value)
     if not isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(row.place, got, "a text that is not empty, or messages", "Fix that row.")
+        raise BadRowError(row.place, got, "a text that is not empty, or messages", "Fix that row.")
     if not has_utf8(value):
         raise half_pair(row, name, value)
     return value
@@ -251,7 +251,7 @@ def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool 
         fault = "the assistant's message first" if turns else "no message of the assistant"
         allowed = "a message of the user, followed by a message of the assistant"
         remedy = "Fix or remove that row."
-        raise RowError(row.place, f"{plain(name)} has {fault}", allowed, remedy)
+        raise BadRowError(row.place, f"{plain(name)} has {fault}", allowed, remedy)
     return [messages[:first], messages[first : turns[-1] + 1]]
 
 
@@ -262,7 +262,7 @@ def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
         messages = messages[:-1]
     if not messages:
         got = f"{plain(key)} has only messages of the assistant"
-        raise RowError(row.place, got, "a message of the user", "Fix or remove that row.")
+        raise BadRowError(row.place, got, "a message of the user", "Fix or remove that row.")
     return [messages]
 
 
@@ -280,7 +280,7 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
         elif isinstance(given, list | tuple) and side[: len(asked)] != asked:
             got = f"{plain(key)} does not begin with the messages of {plain(name)}"
             allowed = "the messages of the prompt first, or only the assistant's"
-            raise RowError(row.place, got, allowed, "Fix that row.")
+            raise BadRowError(row.place, got, allowed, "Fix that row.")
         sides.append(side)
     better, worse = sides
     most = min(len(better), len(worse)) - 1
@@ -290,7 +290,7 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     if num == 0:
         got = "two responses whose first difference is not in a message of the assistant"
         allowed = "two responses whose messages are identical up to a message of the assistant"
-        raise RowError(row.place, got, allowed, "Fix or remove that row.")
+        raise BadRowError(row.place, got, allowed, "Fix or remove that row.")
     return [better[:num], *(_to_last_turn(side[num:]) for side in sides)]
 
 
@@ -323,7 +323,7 @@ def _transcript_messages(row: Row, name: str, value: object) -> list[Message]:
     ends = [*(turn.start() for turn in turns[1:]), len(text)]
     if not turns or not _is_transcript(value):
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Fix that row.")
+        raise BadRowError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Fix that row.")
     found = [
         {"role": _TALKERS[turn[1]], "content": text[turn.end() : end].strip()}
         for turn, end in zip(turns, ends, strict=True)
@@ -354,7 +354,7 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
     if asked != other:
         got = f"{keys[0]} and {keys[1]} that differ before the last turn"
         remedy = "Set data.chat_template=true, which learns from all turns, or remove that row."
-        raise RowError(
+        raise BadRowError(
             row.place, got, "texts that are identical up to the last 'Assistant:'", remedy
         )
     return [asked, better, worse]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.config.files import has_utf8, parse_json, plain
-from hybridrl.errors import DataError, RowError, said, short
+from hybridrl.errors import BadRowError, DataError, error_text, short
 
 Message = dict[str, Any]
 
@@ -51,11 +51,11 @@ def chat(place: str, name: str, value: object) -> list[Message]:
         value: Value of the column.
 
     Raises:
-        RowError: The value is not a list of messages.
+        BadRowError: The value is not a list of messages.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(place, got, f"a text, or {_ALLOWED}", "Fix that row.")
+        raise BadRowError(place, got, f"a text, or {_ALLOWED}", "Fix that row.")
     return [_message(place, name, message) for message in value]
 
 
@@ -63,7 +63,7 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     """Returns the tool schemas in one column of a row, which contains a list or JSON text.
 
     Raises:
-        RowError: The value contains no valid schemas.
+        BadRowError: The value contains no valid schemas.
     """
     if value is None or value in ("", []):
         return None
@@ -72,7 +72,7 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     is_list = isinstance(found, Sequence) and not isinstance(found, str)
     if not is_list or not all(isinstance(schema, Mapping) and schema for schema in found):  # type: ignore[union-attr]
         allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
-        raise RowError(place, f"{plain(name)} = {short(value)}", allowed, "Fix that row.")
+        raise BadRowError(place, f"{plain(name)} = {short(value)}", allowed, "Fix that row.")
     schemas: list[dict[str, Any]] = [_copied(schema) for schema in found]  # type: ignore[union-attr]
     _check_texts(place, name, schemas)
     return schemas or None
@@ -94,10 +94,10 @@ def _message(place: str, name: str, given: object) -> Message:
     role = _OTHER_NAMES.get(role, role)
     if role not in ROLES:
         got = f"{plain(name)} has the role {short(role)}"
-        raise RowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Fix that row.")
+        raise BadRowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Fix that row.")
     if known.get("weight", 1) != 1:
         got = f"{plain(name)} has a message of weight {short(known['weight'])}"
-        raise RowError(place, got, "1, or no weight", "Remove weight; all turns count equally.")
+        raise BadRowError(place, got, "1, or no weight", "Remove weight; all turns count equally.")
     calls = known.pop("tool_calls", None) or known.pop("function_call", None)
     message: Message = {"role": role}
     if content is not None:
@@ -109,14 +109,14 @@ def _message(place: str, name: str, given: object) -> Message:
         raise _refused(place, name, given)
     if role == ASSISTANT and not message["content"] and not calls:
         got = f"{plain(name)} has a message of the assistant without text"
-        raise RowError(place, got, "a text that is not empty, or tool_calls", "Fix that row.")
+        raise BadRowError(place, got, "a text that is not empty, or tool_calls", "Fix that row.")
     message |= {str(key): _copied(value) for key, value in known.items()}
     _check_texts(place, name, message)
     return message
 
 
-def _refused(place: str, name: str, message: object) -> RowError:
-    return RowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Fix that row.")
+def _refused(place: str, name: str, message: object) -> BadRowError:
+    return BadRowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Fix that row.")
 
 
 def _text(place: str, name: str, content: object, message: object) -> str:
@@ -133,7 +133,7 @@ def _text(place: str, name: str, content: object, message: object) -> str:
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
         got = f"{plain(name)} has the content {short(content)}"
-        raise RowError(place, got, "a text, or parts of type text", "Remove that row.")
+        raise BadRowError(place, got, "a text, or parts of type text", "Remove that row.")
     return "".join(map(str, texts))
 
 
@@ -161,17 +161,17 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
     return found
 
 
-def _no_call(place: str, name: str, call: object) -> RowError:
+def _no_call(place: str, name: str, call: object) -> BadRowError:
     allowed = 'tool calls {"function": {"name": "...", "arguments": {...}}}'
-    return RowError(place, f"{plain(name)} has the call {short(call)}", allowed, "Fix that row.")
+    return BadRowError(place, f"{plain(name)} has the call {short(call)}", allowed, "Fix that row.")
 
 
 def _parsed(place: str, name: str, text: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        got = f"{plain(name)} has {short(text)} ({said(error)})"
-        raise RowError(place, got, "JSON in that text", "Fix that row.") from error
+        got = f"{plain(name)} has {short(text)} ({error_text(error)})"
+        raise BadRowError(place, got, "JSON in that text", "Fix that row.") from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -195,7 +195,7 @@ def _copied(value: Any) -> Any:
 
 
 def _check_texts(place: str, name: str, value: object) -> None:
-    """Raises RowError if a text at any depth has half of a surrogate pair."""
+    """Raises BadRowError if a text at any depth has half of a surrogate pair."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -205,4 +205,4 @@ def _check_texts(place: str, name: str, value: object) -> None:
             waiting += part
         elif isinstance(part, str) and not has_utf8(part):
             got = f"{plain(name)} = {short(part)}, with half of a surrogate pair"
-            raise RowError(place, got, "text that has UTF-8", "Fix that row.")
+            raise BadRowError(place, got, "text that has UTF-8", "Fix that row.")

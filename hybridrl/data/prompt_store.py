@@ -45,7 +45,7 @@ from hybridrl.data.prompt_files import (
 )
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, Reading, TextEncoder, in_memory
 from hybridrl.data.sets import source_identity
-from hybridrl.errors import UserError, said
+from hybridrl.errors import UserError, error_text
 
 ENDING = ".arrow"
 CHECKED = ".checked"  # suffix of files that record that all rows passed the checks
@@ -144,13 +144,13 @@ class PromptStore:
                 except OSError as error:
                     self._note(
                         f"prompts are tokenized at each start: {self._folder} cannot be written"
-                        f" ({said(error, 160)}); set HYBRIDRL_CACHE to another folder"
+                        f" ({error_text(error, 160)}); set HYBRIDRL_CACHE to another folder"
                     )
             try:
                 self._temporary = self._temporary or Path(tempfile.mkdtemp(prefix="hybridrl-"))
                 return self._write(reading, self._temporary, None)
             except OSError as error:
-                why = f"no temporary file can be written ({said(error, 160)})"
+                why = f"no temporary file can be written ({error_text(error, 160)})"
         except UnstorableError as error:
             why = str(error)
         except _SourceError as error:

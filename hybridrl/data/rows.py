@@ -2,10 +2,10 @@
 
 Owns the checks of files; forms.py owns the checks of rows. A line that is not a JSON object, or a
 data set that cannot be decoded, means that the source is damaged. A damaged source always stops the
-run. A row that can be read but not used for training is a bad row (`RowError`, `BadRows`). Before
-any rank starts, the command line reads every file through `forms.validate_file`, unless an earlier
-check of the same content succeeded. One rank of each node then reads the rows again, unless they
-are already tokenized (prompt_store.py).
+run. A row that can be read but not used for training is a bad row (`BadRowError`, `BadRows`).
+Before any rank starts, the command line reads every file through `forms.validate_file`, unless an
+earlier check of the same content succeeded. One rank of each node then reads the rows again, unless
+they are already tokenized (prompt_store.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from hybridrl.config.files import MAX_DEPTH, parse_json, plain
 from hybridrl.data.sets import data_set_rows, is_data_set
-from hybridrl.errors import DataError, RowError, said, short
+from hybridrl.errors import BadRowError, DataError, error_text, short
 
 MAX_NAMED = 10  # maximum number of bad rows listed in a message
 MAX_LEADING_BAD = 10_000  # reading stops after this many bad rows at the start of a source
@@ -63,7 +63,7 @@ class BadRows:
     def __init__(self, on_bad_row: Literal["drop", "stop"]) -> None:
         self._on_bad_row = on_bad_row
         self._nums = Counter[int]()
-        self._first: dict[int, list[RowError]] = {}
+        self._first: dict[int, list[BadRowError]] = {}
 
     @property
     def num(self) -> int:
@@ -80,7 +80,7 @@ class BadRows:
         error = next(iter(self._first.values()))[0]
         return f"{error.name}: {error.parts()[1]}"
 
-    def add(self, source: int, error: RowError) -> None:
+    def add(self, source: int, error: BadRowError) -> None:
         """Counts a bad row."""
         self._nums[source] += 1
         named = self._first.setdefault(source, [])
@@ -180,7 +180,9 @@ def _parse(line: bytes, place: str) -> object:
     except ValueError as error:
         shown = line[:60].decode("utf-8", "replace").strip()
         allowed = f"1 JSON object per line, in UTF-8, nested at most {MAX_DEPTH} deep"
-        raise DataError(place, f"{shown!r} ({said(error)})", allowed, "Fix that line.") from error
+        raise DataError(
+            place, f"{shown!r} ({error_text(error)})", allowed, "Fix that line."
+        ) from error
 
 
 def _mapping(value: object, place: str) -> Mapping[str, object]:
@@ -210,7 +212,7 @@ def refuse_images(row: Row) -> None:
             )
 
 
-def half_pair(row: Row, name: str, text: str) -> RowError:
+def half_pair(row: Row, name: str, text: str) -> BadRowError:
     """Returns the error for a text that UTF-8 cannot encode."""
     got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
-    return RowError(row.place, got, "text that has UTF-8", "Fix that row.")
+    return BadRowError(row.place, got, "text that has UTF-8", "Fix that row.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.hub import DATASET_FORM, DATASETS, HubName, commit_of, dataset_name
-from hybridrl.errors import DataError, said, short
+from hybridrl.errors import DataError, error_text, short
 
 _FOLDER_FILES = ("state.json", "dataset_dict.json")
 
@@ -74,7 +74,9 @@ def _parquet_rows(name: str) -> Iterator[Mapping[str, object]]:
                 num += len(rows)
                 yield from rows
     except (ArrowException, OSError) as error:
-        raise DataError(name, said(error, 120), "a parquet file", "Write it again.") from error
+        raise DataError(
+            name, error_text(error, 120), "a parquet file", "Write it again."
+        ) from error
 
 
 def _bad_value(name: str, num_before: int, batch: Any, error: Exception) -> DataError:
@@ -90,7 +92,7 @@ def _bad_value(name: str, num_before: int, batch: Any, error: Exception) -> Data
                 break
     allowed = "texts in UTF-8, and times of whole microseconds from year 1 to 9999"
     return DataError(
-        place, column + said(error, 160), allowed, "Write that column again with such values."
+        place, column + error_text(error, 160), allowed, "Write that column again with such values."
     )
 
 
@@ -112,7 +114,7 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
         raise
     except Exception as error:  # the hub, the network and files raise many classes of exceptions
         allowed = f"a folder written by save_to_disk, or {DATASET_FORM}"
-        raise DataError(name, said(error, 160), allowed, "Check the name.") from error
+        raise DataError(name, error_text(error, 160), allowed, "Check the name.") from error
     if isinstance(loaded, dict):
         allowed = ", ".join(f"{name}/{split}" for split in loaded)
         raise DataError(name, "a data set with splits", allowed, "Name one split.")
@@ -122,7 +124,7 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
             num += 1
             yield row
     except Exception as error:  # decoding a column may raise any exception
-        got = f"{type(error).__name__}: {said(error, 160)}"
+        got = f"{type(error).__name__}: {error_text(error, 160)}"
         allowed = "rows that datasets can decode"
         raise DataError(f"{name}:{num + 1}", got, allowed, "Write the set again.") from error
 

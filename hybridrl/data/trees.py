@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.data.messages import ASSISTANT, Message, chat
 from hybridrl.data.rows import BadRows, Row
-from hybridrl.errors import DataError, RowError, short
+from hybridrl.errors import BadRowError, DataError, short
 
 DESCRIPTION = "prompt with replies, or message_id and parent_id (OpenAssistant's trees)"
 _ID, _PARENT, _TREE = "message_id", "parent_id", "message_tree_id"
@@ -65,7 +65,7 @@ def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
             continue
         try:
             root = _tree_of_rows(found) if _is_flat(first) else _tree_of_row(first)
-        except RowError as error:
+        except BadRowError as error:
             bad.add(first.source, error)
             continue
         tree = tree or first
@@ -112,7 +112,7 @@ def _node(place: str, given: Mapping[str, Any]) -> _Node:
     named = [{"role": given.get("role"), "content": given.get("text")}]
     rank = given.get("rank")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int | float)):
-        raise RowError(place, f"rank = {short(rank)}", "a number, or null", _REMEDY)
+        raise BadRowError(place, f"rank = {short(rank)}", "a number, or null", _REMEDY)
     (message,) = chat(place, "text", named)
     return _Node(message, inf if rank is None else rank, given.get("deleted") is True)
 
@@ -125,7 +125,9 @@ def _tree_of_row(row: Row) -> _Node:
         node, given = waiting.pop()
         replies = given.get("replies") or []  # type: ignore[attr-defined]
         if not isinstance(replies, Sequence) or not all(isinstance(r, Mapping) for r in replies):
-            raise RowError(row.place, f"replies = {short(replies)}", "a list of messages", _REMEDY)
+            raise BadRowError(
+                row.place, f"replies = {short(replies)}", "a list of messages", _REMEDY
+            )
         for reply in replies:
             node.replies.append(_node(row.place, reply))
             waiting.append((node.replies[-1], reply))
@@ -138,7 +140,7 @@ def _tree_of_rows(rows: Sequence[Row]) -> _Node:
     for row in rows:
         name = row.columns[_ID]
         if not isinstance(name, str) or name in nodes:
-            raise RowError(row.place, f"{_ID} = {short(name)}", "a unique text", _REMEDY)
+            raise BadRowError(row.place, f"{_ID} = {short(name)}", "a unique text", _REMEDY)
         nodes[name] = _node(row.place, row.columns)
     root: _Node | None = None
     for row in rows:
@@ -157,8 +159,8 @@ def _tree_of_rows(rows: Sequence[Row]) -> _Node:
     return root
 
 
-def _orphan_error(row: Row) -> RowError:
-    return RowError(
+def _orphan_error(row: Row) -> BadRowError:
+    return BadRowError(
         row.place,
         f"{_PARENT} = {short(row.columns.get(_PARENT))}",
         f"the {_ID} of another row of its tree, or null in the row that begins the tree",

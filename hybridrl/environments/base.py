@@ -77,7 +77,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
-class Play:
+class EnvironmentCall:
     """A call to an environment: `reset` if there are no actions, else `step` with the last action.
 
     Args:

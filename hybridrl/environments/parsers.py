@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hybridrl.config.files import parse_json
 from hybridrl.environments.base import Observation
-from hybridrl.errors import said
+from hybridrl.errors import error_text
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _json_call(body: str | None) -> ToolCall:
         if isinstance(arguments, str):  # some models write the arguments as a JSON string
             arguments = parse_json(arguments)
     except (ValueError, AttributeError) as error:
-        return ToolCall("", error=f"not a JSON object with name and arguments: {said(error)}")
+        return ToolCall("", error=f"not a JSON object with name and arguments: {error_text(error)}")
     name = call.get("name")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall("", error="name must be a text and arguments an object")

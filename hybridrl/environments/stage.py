@@ -19,7 +19,7 @@ from hybridrl.environments.base import (
     EXPECTED,
     Answer,
     Environment,
-    Play,
+    EnvironmentCall,
     Turn,
     checked,
     checked_start,
@@ -30,10 +30,10 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import WHERE, ScorerFailure, raised
 from hybridrl.rewards.pool import Pool, Worker
 
-Job = tuple[list[Play]]
+Job = tuple[list[EnvironmentCall]]
 
 
-class Stage:
+class EnvironmentRunner:
     """Runs environments in this process."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
@@ -48,7 +48,7 @@ class Stage:
         """
         return [self._play(play) for play in job[0]]
 
-    def _play(self, play: Play) -> Answer:
+    def _play(self, play: EnvironmentCall) -> Answer:
         if play.key is None:
             while self._open:
                 _close(self._open.popitem()[1][0])
@@ -115,7 +115,7 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
         return decoded(entry)
 
 
-class Stages:
+class EnvironmentRunners:
     """All stages of a rank. The same stage receives all turns of a response.
 
     Raises:
@@ -124,7 +124,7 @@ class Stages:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         make = find_environment(config)
-        self._here = Stage(make) if where(config) == "here" else None
+        self._here = EnvironmentRunner(make) if where(config) == "here" else None
         self._pools: list[Pool[Answer]] = []
         if self._here is None:
             name = str(config.name)
@@ -132,7 +132,7 @@ class Stages:
             self._pools = [Pool(make_stage, 1, name) for _ in range(config.workers)]
         self._used: set[int] = set()  # indices of pools that have environments
 
-    def play(self, play: Play, number: int) -> Future[list[Answer]]:
+    def play(self, play: EnvironmentCall, number: int) -> Future[list[Answer]]:
         """Submits a call for the response with this number. Returns a future with the answer."""
         if self._here is None:
             index = number % len(self._pools)
@@ -148,7 +148,7 @@ class Stages:
     def clear(self) -> None:
         """Closes the environments of responses that stopped before their environment was done."""
         for index in [0] if self._here is not None else list(self._used):
-            self.play(Play(None), index)
+            self.play(EnvironmentCall(None), index)
         self._used = set()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.config.own_code import awaited, imported
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.environments.parsers import PARSERS, ToolCall, ToolParser
-from hybridrl.errors import UserError, did, said
+from hybridrl.errors import UserError, error_text, failure_text
 
 Tool = Callable[..., object]
 
@@ -79,9 +79,9 @@ class ToolEnvironment:
         except KeyboardInterrupt:
             raise
         except SystemExit as error:
-            return f"error: it {did(error)}", True
+            return f"error: it {failure_text(error)}", True
         except BaseException as error:  # the tool's code may raise anything
-            return f"error: {said(error, self._max_characters)}", True
+            return f"error: {error_text(error, self._max_characters)}", True
         if len(result) > self._max_characters:
             return result[: self._max_characters] + " (cut off)", False
         return result, False

@@ -5,9 +5,9 @@ Does not import torch.
 from __future__ import annotations
 
 from hybridrl.environments.base import encoded
-from hybridrl.environments.stage import Stage
+from hybridrl.environments.stage import EnvironmentRunner
 from hybridrl.environments.table import find_environment
 from hybridrl.rewards.worker import serve
 
 if __name__ == "__main__":
-    serve(lambda config: Stage(find_environment(config)), encoded)
+    serve(lambda config: EnvironmentRunner(find_environment(config)), encoded)

@@ -25,9 +25,9 @@ from typing import Any, Literal
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import Prompt, Rollout
 from hybridrl.contracts.blobs import Blobs, blobs_from_json, blobs_to_json
-from hybridrl.environments.base import Answer, Play
+from hybridrl.environments.base import Answer, EnvironmentCall
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
-from hybridrl.environments.stage import Stages
+from hybridrl.environments.stage import EnvironmentRunners
 from hybridrl.errors import UserError
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import TextDecoder
@@ -207,7 +207,7 @@ class Episodes:
     ) -> None:
         self._config, self._replica, self._seed = config, replica, seed
         self._tokenizer, self._encoder = tokenizer, encoder
-        self._stages = Stages(config) if replica.is_first else None
+        self._stages = EnvironmentRunners(config) if replica.is_first else None
         self._open: dict[int, _Episode] = {}
         self._plays: dict[int, Future[list[Answer]]] = {}  # filled only on the first rank
         self._due: list[int] = []  # responses that were waiting at the last call of `answer_due`
@@ -334,7 +334,9 @@ class Episodes:
         episode.waits = True
         if self._stages is not None:
             prompt, key = episode.prompt, (episode.step, episode.sample_id)
-            play = Play(key, prompt.asked, prompt.columns_with_text, list(episode.actions))
+            play = EnvironmentCall(
+                key, prompt.asked, prompt.columns_with_text, list(episode.actions)
+            )
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:

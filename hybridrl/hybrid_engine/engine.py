@@ -30,10 +30,10 @@ from hybridrl.hybrid_engine.memory.phases import (
     TrainingMemory,
     TrainingWeights,
 )
+from hybridrl.hybrid_engine.planning.fp32_views import wire_views
 from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
-from hybridrl.hybrid_engine.planning.wire import wire_views
 from hybridrl.hybrid_engine.target import WeightTarget, forgets, stale_copy_of
 from hybridrl.hybrid_engine.transports.packed import (
     PackedTransport,

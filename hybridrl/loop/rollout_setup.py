@@ -139,7 +139,7 @@ def share_memory(
     for memory in memories:
         num_bytes = memory.gradient_bytes()
         if pieces := engine.lend(num_bytes):
-            memory.lay_gradients(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
+            memory.move_gradients_to(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:

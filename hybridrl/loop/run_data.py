@@ -73,7 +73,7 @@ def make_data(
     scorer = Scorer(config.reward, tokenizer, function, needs.group_samples, config.environment)
     store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
-    builder = world.mates[0]
+    builder = world.host_ranks[0]
 
     def load() -> tuple[LoadedPrompts, RunData]:
         sets = load_sets(config, tokenizer, store, notify)

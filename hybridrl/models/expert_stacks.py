@@ -37,7 +37,7 @@ def place_in_stack(name: str) -> tuple[str, int] | None:
     return None
 
 
-def is_run(names: Sequence[str]) -> bool:
+def are_consecutive_in_stack(names: Sequence[str]) -> bool:
     """Whether parameters are consecutive members of one stack."""
     places = [place_in_stack(name) for name in names]
     first = places[0]
@@ -67,7 +67,7 @@ def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_bucket
     return all(size % divisor == 0 for size in sizes)
 
 
-def in_stacks(names: Sequence[str]) -> list[str]:
+def ordered_by_stack(names: Sequence[str]) -> list[str]:
     """Returns a chunk's parameters in the order in which Megatron's wrapper must receive them.
 
     Megatron's buffers store parameters in reverse order, so the reverse of the result must contain

@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.errors import UserError
 from hybridrl.models.adapters.rows import is_adapter
-from hybridrl.models.expert_stacks import in_stacks, place_in_stack
+from hybridrl.models.expert_stacks import ordered_by_stack, place_in_stack
 from hybridrl.models.family import OUTPUT_LAYER, Family, ModelShape, Row
 from hybridrl.models.weights import Head, hf_shapes
 
@@ -195,7 +195,7 @@ def mark(parameters: Mapping[str, Any], trained: Collection[str]) -> None:
 
 def frozen(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the frozen parameters by name; experts of a stack are in ascending order."""
-    order = reversed(in_stacks(list(parameters)))
+    order = reversed(ordered_by_stack(list(parameters)))
     return {name: parameters[name] for name in order if not parameters[name].requires_grad}
 
 

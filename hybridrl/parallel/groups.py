@@ -60,7 +60,7 @@ class World:
             limit.
 
     Attributes:
-        mates: Ranks on this rank's host, including itself, ascending.
+        host_ranks: Ranks on this rank's host, including itself, ascending.
         sums_on_host: Whether sums and maxima use gloo, so that they do not wait behind an engine's
             kernels on the device.
         stop_signal: Number of the signal that asked some rank to save and stop; 0 if there was no
@@ -85,7 +85,7 @@ class World:
         """Exchanges hosts and process ids with all ranks."""
         host = heartbeat.host_id()
         ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
-        self.mates = [rank for rank, (other, _) in enumerate(ranks) if other == host]
+        self.host_ranks = [rank for rank, (other, _) in enumerate(ranks) if other == host]
         self.num_hosts = len({other for other, _ in ranks})
         self.heartbeat.set_host_peers(ranks)
 

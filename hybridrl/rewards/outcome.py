@@ -20,7 +20,7 @@ import numpy as np
 
 from hybridrl.config.own_code import awaited, own_lines, traceback_text
 from hybridrl.contracts.prompts import Asked
-from hybridrl.errors import DataError, UserError, did, said, short
+from hybridrl.errors import DataError, UserError, error_text, failure_text, short
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import rank_file
 from hybridrl.rewards.traits import traits_of
@@ -215,7 +215,7 @@ def _array(value: Any) -> np.ndarray | str:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError) as error:
-        return f"rows of several shapes ({said(error)})"
+        return f"rows of several shapes ({error_text(error)})"
     if found.dtype.kind not in "fiub":
         return f"a {type(value).__name__} of {found.dtype}"
     return found.astype(np.float64)
@@ -234,13 +234,13 @@ def raised(
         frames = traceback.extract_tb(error.__traceback__)[1:]
         lines = "".join(f"{f.filename}:{f.lineno}" for f in frames[-1:] if f.filename != __file__)
     at = f" at {lines}" if lines else ""
-    got = f"{did(error)}{at}{',' * (', ' in at)} on {where}"
+    got = f"{failure_text(error)}{at}{',' * (', ' in at)} on {where}"
     if isinstance(error, KeyboardInterrupt):
         got = got.replace(WHERE, "a sample")
         raise UserError(
             "users' code", f"code that {got}", expected, "Start the run again."
         ) from error
-    got += "" if isinstance(error, SystemExit) else f": {said(error)}"
+    got += "" if isinstance(error, SystemExit) else f": {error_text(error)}"
     return ScorerFailure(got, expected, error, traceback_text(error))
 
 
@@ -249,7 +249,7 @@ def _failure(error: BaseException, where: str) -> ScorerFailure:
     not concern the row.
     """
     if isinstance(error, DataError):
-        return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)
+        return ScorerFailure(f"raised DataError on {where}: {error_text(error)}", cause=error)
     if isinstance(error, UserError):
         raise error
     return raised(error, where)

@@ -71,7 +71,7 @@ class TrainedModelMemory:
         self._lent: LentMemory | None = None
         self._place: Place = _nothing
 
-    def lay_gradients(self, memory: LentMemory, place: Place) -> None:
+    def move_gradients_to(self, memory: LentMemory, place: Place) -> None:
         """Moves the gradient buffers permanently into memory that an engine lends.
 
         Args:

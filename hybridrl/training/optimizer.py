@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.checkpoint.optimizer_state import count_step
 from hybridrl.config.schema import TrainConfig
-from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.megatron.layers import add_weight_gradients_in_place
 from hybridrl.models.trainable import stack_frozen
@@ -111,7 +111,7 @@ def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
     separate experts alternate, and grouped experts are reversed.
     """
     named = dict(chunk.named_parameters())
-    order = in_stacks(list(named))
+    order = ordered_by_stack(list(named))
     chunk.named_parameters = lambda *_, **__: ((n, named[n]) for n in order)  # type: ignore[method-assign]
     try:
         yield

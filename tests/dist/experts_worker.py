@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.boxes import volume
-from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import FullWeights, TrainingShard
@@ -74,7 +74,7 @@ def write(layout: RankLayout, tensors: dict[str, torch.Tensor], hf: dict[str, An
 
 def in_buffer(layout: RankLayout) -> dict[str, torch.Tensor]:
     """Returns the tensors of a training layout in one buffer, in Megatron's order."""
-    order = in_stacks(sorted(layout.shapes))[::-1]
+    order = ordered_by_stack(sorted(layout.shapes))[::-1]
     sizes = [prod(layout.shapes[name]) for name in order]
     parts = torch.zeros(sum(sizes)).split(sizes)
     return {n: part.view(layout.shapes[n]) for n, part in zip(order, parts, strict=True)}

@@ -156,7 +156,7 @@ def copies_of_three_hosts(root: Path) -> None:
         return took
 
     def usable_steps() -> list[int]:
-        found = world.gather_objects(files_of_host(copies._number, world.mates))
+        found = world.gather_objects(files_of_host(copies._number, world.host_ranks))
         return [step for step, *_ in usable(found, None)]
 
     assert copy()

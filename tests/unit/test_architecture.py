@@ -152,7 +152,7 @@ TORCH_FREE = [
     "hybrid_engine/planning/assign.py",
     "hybrid_engine/planning/proof.py",
     "hybrid_engine/planning/senders.py",
-    "hybrid_engine/planning/wire.py",
+    "hybrid_engine/planning/fp32_views.py",
     "rollout/vllm/model_folder.py",
     "rollout/common/installed_package.py",
     "rollout/registry.py",

@@ -18,8 +18,8 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.data.end_tokens import own_end_tokens
-from hybridrl.environments.base import Answer, Play, Turn
-from hybridrl.environments.stage import Stages
+from hybridrl.environments.base import Answer, EnvironmentCall, Turn
+from hybridrl.environments.stage import EnvironmentRunners
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.rollout_setup import make_episodes
 from hybridrl.parallel.groups import World
@@ -335,11 +335,11 @@ def test_reward_functions_see_the_last_turn_or_all_of_the_response(make: Any, se
 
 def test_environments_that_are_made_anew_get_time_for_the_turns_they_had() -> None:
     section = {"name": "own_environments:Slow", "timeout_s": 1.0, "workers": 1}
-    stages = Stages(EnvironmentConfig.model_validate(section))
+    stages = EnvironmentRunners(EnvironmentConfig.model_validate(section))
     turn = ([5, STOP], "5")
 
     def play(sample: int, num_turns: int, fault: str = "") -> Answer:
-        one = Play((0, sample), "p", {"fault": fault}, [turn] * num_turns)
+        one = EnvironmentCall((0, sample), "p", {"fault": fault}, [turn] * num_turns)
         return stages.play(one, sample).result(timeout=60)[0]
 
     try:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybridrl.models.expert_stacks import in_stacks, place_in_stack, stacks_are_even
+from hybridrl.models.expert_stacks import ordered_by_stack, place_in_stack, stacks_are_even
 from hybridrl.parallel.layout import TrainLayout
 
 MIXTURE = "0/decoder.layers.3.mlp.experts."
@@ -21,7 +21,7 @@ GROUPED = [f"{MIXTURE}linear_{fc}.weight{i}" for fc in ("fc1", "fc2") for i in r
 def test_every_stack_ascends_in_the_reverse_of_the_order(names: list[str]) -> None:
     others = ["0/decoder.layers.3.mlp.router.weight", "0/decoder.layers.3.mlp.linear_fc1.weight1"]
     given = [others[0], *names, others[1]]
-    order = in_stacks(given)
+    order = ordered_by_stack(given)
     assert sorted(order) == sorted(given)
     assert (order[0], order[-1]) == (others[0], others[1]), "only experts change places"
     places = [place_in_stack(name) for name in order[-2:0:-1]]

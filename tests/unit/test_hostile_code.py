@@ -19,9 +19,9 @@ from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError
-from hybridrl.environments.base import Play
+from hybridrl.environments.base import EnvironmentCall
 from hybridrl.environments.parsers import ToolCall
-from hybridrl.environments.stage import Stages
+from hybridrl.environments.stage import EnvironmentRunners
 from hybridrl.environments.tools import ToolEnvironment
 from hybridrl.errors import UserError
 from hybridrl.rewards.base import Scorer
@@ -107,9 +107,9 @@ def test_an_answer_that_was_not_asked_for_is_no_answer_to_the_next_sample(scorer
 
 def play(word: str, isolated: bool) -> Any:
     config = EnvironmentConfig(name="hostile_code:World", isolated=isolated, workers=1)
-    stages = Stages(config)
+    stages = EnvironmentRunners(config)
     try:
-        return stages.play(Play((0, 0), word, {}, [([5], "5")]), 0).result()[0]
+        return stages.play(EnvironmentCall((0, 0), word, {}, [([5], "5")]), 0).result()[0]
     finally:
         stages.close()
 

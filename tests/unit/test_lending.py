@@ -127,7 +127,7 @@ def test_gradients_lie_one_after_the_other_in_lent_memory_and_stay_there() -> No
     assert num_bytes == 1536 + 512 + (4 << 20)  # each begins at a multiple of 512
     lent = LentMemory(driver, num_bytes, pieces_of(driver, 4 * MIB))
     memory.release()
-    memory.lay_gradients(lent, lambda *args: placed.append(args))
+    memory.move_gradients_to(lent, lambda *args: placed.append(args))
     start = lent.address
     expected = [(start, 1200), (start + 1536, 400), (start + 2048, 4 << 20)]
     assert [(address, size) for _, address, size in placed] == expected
@@ -150,7 +150,7 @@ def test_gradients_that_are_in_use_are_not_laid_anew() -> None:
     memory, _ = trained_model(300, 100)
     lent = LentMemory(driver, memory.gradient_bytes(), pieces_of(driver, 4 * MIB))
     with pytest.raises(RuntimeError, match="only be moved while they are released"):
-        memory.lay_gradients(lent, lambda *_: None)
+        memory.move_gradients_to(lent, lambda *_: None)
 
 
 def test_gradients_without_a_lender_are_freed_and_made_anew() -> None:
@@ -168,7 +168,7 @@ def test_ledger_counts_lent_memory_once(keeps_memory: bool) -> None:
     memory, _ = trained_model(MIB, MIB)
     memory.release()
     lent = LentMemory(driver, memory.gradient_bytes(), pieces_of(driver, 6 * MIB))
-    memory.lay_gradients(lent, lambda *_: None)
+    memory.move_gradients_to(lent, lambda *_: None)
     train = SimpleNamespace(release_weights_in_rollout=False)
     model = SimpleNamespace(memory=memory, train=train, frozen_weights=dict)
     models: Any = {"policy": model}

@@ -13,9 +13,9 @@ import torch
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules_experts import replays
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts, wire_views
 from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
-from hybridrl.hybrid_engine.planning.wire import wire_layouts, wire_views
 from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import read_model, resolve_family
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes

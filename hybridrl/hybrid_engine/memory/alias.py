@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.hybrid_engine.planning.wire import kept_tensors
+from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
 from hybridrl.models.adapters.slots import is_slot
 from hybridrl.models.boxes import Box
-from hybridrl.models.expert_stacks import is_run
+from hybridrl.models.expert_stacks import are_consecutive_in_stack
 from hybridrl.models.weights import RankLayout
 
 if TYPE_CHECKING:  # `hybridrl plan` needs only `shared_names`, and importing torch takes seconds
@@ -69,7 +69,7 @@ def shared_names(
     for members in stacks.values():
         members.sort(key=_place)
         in_training = [found[member] for member in members if member in found]
-        if len(in_training) < len(members) or not is_run(in_training):
+        if len(in_training) < len(members) or not are_consecutive_in_stack(in_training):
             for member in members:
                 found.pop(member, None)
     return found

@@ -248,7 +248,9 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
         The experts of each rank, ascending; the linear map if no map is better.
     """
     columns, kind_of = np.unique(held, axis=1, return_inverse=True)
-    dealt = _Dealt(columns, kind_of.reshape(-1))  # `kind_of`'s shape depends on numpy's version
+    dealt = _ExpertAssignment(
+        columns, kind_of.reshape(-1)
+    )  # `kind_of`'s shape depends on numpy's version
     while (circle := _gaining_circle(dealt.costs())) is not None:
         dealt.give_on(circle)
     while dealt.relieve(lacking):
@@ -256,7 +258,7 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
     return [sorted(experts) for experts in dealt.experts]
 
 
-class _Dealt:
+class _ExpertAssignment:
     """Experts of each rank, initially in order.
 
     Args:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.hybrid_engine.planning.crossing import Crossings, Way
+from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts
 from hybridrl.hybrid_engine.planning.pieces import Join, PlanError, join
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
-from hybridrl.hybrid_engine.planning.wire import wire_layouts
 from hybridrl.models.boxes import Box, intersection, moved, volume
 from hybridrl.models.weights import RankLayout, Region
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
-from hybridrl.hybrid_engine.planning.wire import wire_layouts
 from hybridrl.models.boxes import (
     Box,
     intersection,

@@ -37,8 +37,8 @@ from torch import Tensor
 from hybridrl import ops
 from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.planning.direct import Direct, agree_on_all
+from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
-from hybridrl.hybrid_engine.planning.wire import kept_tensors
 from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.transport import (
     Fill,

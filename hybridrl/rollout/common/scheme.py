@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.planning.wire import kept_tensors
+from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
 from hybridrl.models.boxes import Shape, show
 from hybridrl.models.weights import RankLayout
 

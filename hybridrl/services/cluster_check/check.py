@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import UserError, said
+from hybridrl.errors import UserError, error_text
 from hybridrl.services.cluster_check.findings import ClusterFacts, Finding, PairFacts, judge
 from hybridrl.services.cluster_check.probe import PREFIX, NodeFacts
 from hybridrl.services.launch.hosts import any_port, forwarded, read_hostfile, remote
@@ -264,9 +264,9 @@ def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
             try:
                 reply, there = ray.get(task.remote(question), timeout=ANSWER_S)
             except ray.exceptions.RayTaskError as error:
-                raise NodeLost(said(error.cause)) from error
+                raise NodeLost(error_text(error.cause)) from error
             except ray.exceptions.RayError as error:
-                raise NodeLost(said(error)) from error
+                raise NodeLost(error_text(error)) from error
             return {**reply, "ahead_s": there - time.time()}
 
         yield sorted({*alive, *lost}), reach

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridrl.errors import said
+from hybridrl.errors import error_text
 from hybridrl.services.cluster_check.links import rounds
 
 NUM_BYTES = 64 << 20
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             print(json.dumps(_rank(device, int(gpu), int(rank), int(size), store)), flush=True)
         except Exception as error:  # report any error on a faulty GPU in one line
-            print(f"{type(error).__name__}: {said(error)}", flush=True)
+            print(f"{type(error).__name__}: {error_text(error)}", flush=True)
             return 1
         return 0
     found = all_reduce([int(gpu) for gpu in arguments[0].split(",")], TOGETHER_S, *arguments[1:2])

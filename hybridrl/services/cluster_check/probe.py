@@ -31,7 +31,7 @@ import psutil
 
 from hybridrl import __version__
 from hybridrl.config.packages import REQUIRED
-from hybridrl.errors import said
+from hybridrl.errors import error_text
 from hybridrl.parallel.host_gpus import queried
 from hybridrl.services.cluster_check import environment
 
@@ -324,7 +324,7 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
             end.synchronize()
             rates["tflops"] = 2 * size**3 * repeats / begin.elapsed_time(end) / 1e9
     except RuntimeError as error:  # any CUDA error on a faulty device
-        rates["fault"] = said(error)
+        rates["fault"] = error_text(error)
     return GpuFacts(**{**asdict(gpu), **rates})
 
 
@@ -357,7 +357,7 @@ def main() -> int:
     try:
         reply = {"answer": QUESTIONS[question.pop("ask")](**question)}
     except Exception as error:  # any error on a faulty node is a finding
-        reply = {"fault": f"{type(error).__name__}: {said(error)}"}
+        reply = {"fault": f"{type(error).__name__}: {error_text(error)}"}
     print(PREFIX + json.dumps({**reply, "time": time.time()}), flush=True)
     return 0
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hybridrl import __version__, console
 from hybridrl.console import say
-from hybridrl.errors import ConfigError, UserError, said
+from hybridrl.errors import ConfigError, UserError, error_text
 from hybridrl.services.launch.connections import Connection, Host
 from hybridrl.services.launch.node import Order
 
@@ -129,7 +129,7 @@ class RayConnection(Connection):
             elif time.monotonic() - self._since > ANSWER_S:
                 self._fault = f"its actor has not answered for {ANSWER_S:g} s"
         except ray.exceptions.RayError as error:
-            self._fault = said(error)
+            self._fault = error_text(error)
         if self._fault:
             self.code = 1
         return self.code
@@ -214,7 +214,7 @@ class RayCluster:
                     say(f"hybridrl: {error}")
             free = self._free()
         except (self._ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
-            say(f"hybridrl: Ray: {said(error)}")
+            say(f"hybridrl: Ray: {error_text(error)}")
             return []
         found = [Host(name, free.get(name, 0)) for name in self._ids if free.get(name, 0) > 0]
         return sorted(found, key=lambda host: -host.slots)
@@ -257,7 +257,7 @@ class RayCluster:
                 version, is_there = self._ray.get(answer, timeout=1)
                 found = f"hybridrl {version}" + ", no such folder" * (not is_there)
             except self._ray.exceptions.RayError as error:
-                found = said(error)
+                found = error_text(error)
             if found == f"hybridrl {__version__}":
                 kept[name] = alive[name]
                 continue
@@ -332,7 +332,7 @@ def connect(address: str) -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise UserError("--ray", said(error), "Ray", f"Run: {INSTALL}") from error
+        raise UserError("--ray", error_text(error), "Ray", f"Run: {INSTALL}") from error
     host, _, port = address.rpartition(":")
     try:
         if port.isdecimal():  # checked first, because Ray takes minutes to fail
@@ -341,7 +341,7 @@ def connect(address: str) -> Any:
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise UserError(
             "--ray",
-            f"{address}: {said(error)}",
+            f"{address}: {error_text(error)}",
             "the address of a running cluster with the same versions of Ray and Python",
             "Run `ray status --address ADDRESS`; start a cluster with `ray start --head`.",
         ) from error

@@ -30,7 +30,7 @@ from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shar
 
 
 @dataclass(frozen=True)
-class HeldAlike:
+class FullestRank:
     """Models and engine parameters on the fullest rank.
 
     Args:
@@ -62,7 +62,7 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
     return "packed" if far or config.rollout.transport == "packed" else "peer"
 
 
-def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> HeldAlike:
+def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -> FullestRank:
     """Returns the models and engine parameters on the fullest rank.
 
     Args:
@@ -95,10 +95,12 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
         )
         for model in models
     ]
-    return HeldAlike(held, layout, engine, shared)
+    return FullestRank(held, layout, engine, shared)
 
 
-def memory_alike(config: Config, held: HeldAlike, world_size: int, assumed: Assumptions) -> Memory:
+def memory_alike(
+    config: Config, held: FullestRank, world_size: int, assumed: Assumptions
+) -> Memory:
     """Returns the estimated memory peaks of the fullest rank. Assumes that ranks have GPUs."""
     itemsize = itemsize_of(config, on_gpu=True)
     ranks = Held(held.models, HeldEngine(itemsize * (held.engine - held.shared), world_size))

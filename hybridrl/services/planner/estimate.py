@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hybridrl.config.schema import Config
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.services.planner.alike import held_alike, memory_alike
+from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.fit import num_requests, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
@@ -57,7 +57,7 @@ def estimate(
     train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)
     is_fused = ENGINES[rollout.engine].has_fused_parameters
-    ranks = held_alike(config, models, world_size)
+    ranks = fullest_rank(config, models, world_size)
     held, layout, engine, shared = ranks.models, ranks.layout, ranks.engine, ranks.shared
     memory = memory_alike(config, ranks, world_size, assumed)
     requests = num_requests(memory, assumed.gpu_memory_bytes)

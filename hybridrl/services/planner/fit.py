@@ -22,7 +22,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.services.planner.alike import held_alike, memory_alike
+from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
 from hybridrl.services.planner.phase_memory import (
     ADAM_BYTES,
@@ -230,7 +230,7 @@ class _Search:
             if not placement.is_shared:  # the changes would give some roles dedicated ranks
                 continue
             try:
-                held = held_alike(config, self.models, world)
+                held = fullest_rank(config, self.models, world)
                 memory = memory_alike(config, held, world, self.assumed)
             except ModelError:  # no rule checks whether tensors can be sharded
                 continue

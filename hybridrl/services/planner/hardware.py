@@ -23,7 +23,7 @@ from hybridrl.config.cluster import (
     known_gpu,
 )
 from hybridrl.config.yaml_text import read_yaml
-from hybridrl.errors import ConfigError, UserError, said, short
+from hybridrl.errors import ConfigError, UserError, error_text, short
 from hybridrl.hybrid_engine.planning.nodes import LINK_GB_PER_S, Cluster
 from hybridrl.parallel.host_gpus import Host
 
@@ -90,7 +90,9 @@ def load_cluster(path: Path) -> ClusterFile:
     except UserError as error:
         raise ConfigError([error]) from None
     except OmegaConfBaseException as error:  # an OmegaConf interpolation cannot be resolved
-        raise ConfigError([UserError(str(path), said(error), allowed, "Fix the file.")]) from None
+        raise ConfigError(
+            [UserError(str(path), error_text(error), allowed, "Fix the file.")]
+        ) from None
     except ValidationError as error:
         violations = []
         for found in error.errors():
