@@ -26,6 +26,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.loop import garbage, setup
 from hybridrl.metrics.flops import forward_flops, train_flops
+from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
@@ -82,7 +83,7 @@ class Case(CaseRecord):
         self.world = meshes.world
         platform.seed(config.run.seed)
         self.clock = Clock(platform.device, self.world.gather_objects)
-        source = model_source(config.model, platform)
+        source = model_source(config.model, platform, lora=lora_of(config.lora))
         model = build_model(meshes.of("policy"), source, "lm", config)
         model.make_trainable(config.train.learning_rate)
         self.policy = Policy(model, make_algorithm(config.algorithm), 1 << 20)

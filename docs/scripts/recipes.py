@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = ROOT / "docs" / "recipes.md"
 H100 = ClusterFile(gpus_per_node=8, gpu_memory_gib=79.2)
+H200 = ClusterFile(gpus_per_node=8, gpu="H200")
+LORA, ON_H200 = "-lora", "-h200"  # suffixes of recipes
 NAMES = {
     "qwen2.5-0.5b": ("Qwen2.5 0.5B", (1, 8)),
     "qwen2.5-1.5b": ("Qwen2.5 1.5B", (1, 8)),
@@ -38,6 +40,10 @@ NAMES = {
     "qwen3-30b-a3b": ("Qwen3 30B-A3B", (8, 64)),
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", (64, 256)),
     "deepseek-v3": ("DeepSeek-V3", (256,)),
+    "qwen2.5-32b-lora-h200": ("Qwen2.5 32B, LoRA, H200", (2,)),
+    "qwen2.5-32b-lora": ("Qwen2.5 32B, LoRA", (8,)),
+    "llama-3.1-70b-lora": ("Llama 3.1 70B, LoRA", (4, 8)),
+    "qwen3-235b-a22b-lora": ("Qwen3 235B-A22B, LoRA", (8, 16)),
 }
 HEAD = """# Recipes
 
@@ -51,20 +57,26 @@ Choose a row, copy the file, set `model.path` to your model and `data.prompts` t
 fastest that `hybridrl plan --search` found for nodes of 8 H100 80 GB. The
 remaining ranks are data-parallel.
 
+Rows with LoRA train adapters of rank 32 on all linear layers, and keep the model's weights as they are. Experts have no
+adapters yet, so that 235B-A22B trains only attention. The row with H200 is for GPUs of that type. These recipes were
+planned, but never run.
+
 Memory of the fullest GPU and step times are **predicted, not measured**, for the longest responses (2,048 tokens).
 
 | Recipe | GPUs | Training | Engine | Memory | Step |
 | --- | --- | --- | --- | --- | --- |"""
-PROMPTS = {1: 32, 8: 128, 64: 512, 256: 1024}  # a step; 8 samples each
+PROMPTS = {1: 32, 2: 64, 4: 64, 8: 128, 16: 128, 64: 512, 256: 1024}  # a step; 8 samples each
 FIGURES = re.compile(r"Predicted, not measured: memory ([\d.]+) GiB .*, step ([\d.]+) s")
 
 
 def content(model: str, num_gpus: int) -> dict[str, Any]:
     """Returns a recipe without its layout."""
+    name, trains_adapters = model.removesuffix(ON_H200).removesuffix(LORA), LORA in model
     return {
         "run": {"name": f"{model}-{num_gpus}gpu"},
-        "model": {"path": f"examples/recipes/models/{model}", "dtype": "bfloat16"},
-        "train": {"learning_rate": 1.0e-6, "warmup_steps": 5},
+        "model": {"path": f"examples/recipes/models/{name}", "dtype": "bfloat16"},
+        **({"lora": {"rank": 32}} if trains_adapters else {}),
+        "train": {"learning_rate": 1.0e-5 if trains_adapters else 1.0e-6, "warmup_steps": 5},
         "rollout": {"engine": "vllm", "max_new_tokens": 2048},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": "data/gsm8k/train.jsonl", "max_prompt_tokens": 512}
@@ -75,9 +87,14 @@ def content(model: str, num_gpus: int) -> dict[str, Any]:
     }
 
 
+def cluster(config: Config) -> ClusterFile:
+    """Returns the GPUs that a recipe is for, by its name."""
+    return H200 if ON_H200 in (config.run.name or "") else H100
+
+
 def best(config: Config, num_gpus: int) -> Candidate | None:
     """Returns the fastest layout that fits, for the axes that the configuration leaves open."""
-    found, _ = search(config, num_gpus, Host(), H100)
+    found, _ = search(config, num_gpus, Host(), cluster(config))
     return found.best[0] if found.best else None
 
 
@@ -88,7 +105,7 @@ def planned(config: Config, num_gpus: int) -> tuple[str, str]:
         ConfigError: The configuration breaks a rule.
         SystemExit: The run does not fit into the GPUs.
     """
-    report, violations = plan_report(config, num_gpus, H100, Host())
+    report, violations = plan_report(config, num_gpus, cluster(config), Host())
     if violations:
         raise ConfigError(violations)
     if not report["fits"]:
@@ -100,12 +117,21 @@ def planned(config: Config, num_gpus: int) -> tuple[str, str]:
 def header(model: str, num_gpus: int, found: tuple[str, str]) -> str:
     """Returns a recipe's first lines."""
     memory, step = found
+    name, gpu = NAMES[model][0].removesuffix(", H200"), "H200" if ON_H200 in model else "H100 80 GB"
     return (
-        f"# GRPO of {NAMES[model][0]} on {num_gpus} H100 80 GB.\n"
-        f"# Predicted, not measured: memory {memory} GiB on the fullest GPU, step {step} s with the\n"
+        f"# GRPO of {name} on {num_gpus} {gpu}.\n"
+        + _about_adapters(model)
+        + f"# Predicted, not measured: memory {memory} GiB on the fullest GPU, step {step} s with the\n"
         "# longest responses (`hybridrl plan FILE --json`). model.path has a config.json only. Set it\n"
         "# to the directory of your model, and data.prompts to your data.\n"
     )
+
+
+def _about_adapters(model: str) -> str:
+    if LORA not in model:
+        return ""
+    what = "attention alone, because experts have no adapters yet" if "-a22b" in model else ""
+    return f"# Planned, never run. Trains adapters of {what or 'all linear layers'}.\n"
 
 
 def write(model: str, num_gpus: int) -> None:

@@ -29,6 +29,7 @@ from hybridrl.checkpoint.manifest import (
     read_manifest,
     verify_all,
 )
+from hybridrl.checkpoint.saved_adapters import SavedAdapters
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
@@ -37,8 +38,9 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 STATE = "state.json"
 HF_FILES = "hf"
 EXPORTS = "exports"  # folder in a run folder, with a folder step_N for each exported checkpoint
-FileFormat = Literal["hf", "megatron"]  # output of `hybridrl convert`
+FileFormat = Literal["hf", "megatron", "peft"]  # output of `hybridrl convert`
 HF_FORMAT: Final = "hf"
+PEFT_FORMAT: Final = "peft"
 
 
 class SavedState(BaseModel):
@@ -57,6 +59,8 @@ class SavedState(BaseModel):
         num_updates: Number of optimizer steps taken by each trained model.
         freeze: Value of `train.freeze`. Optimizer states exist only for parameters that are not
             frozen.
+        lora: Settings of the LoRA adapters, and the model that they adapt. The checkpoint then
+            contains only what is trained. None if the run has no adapters.
         layout: Layout of the ranks that saved the checkpoint. Random states are restored only in
             the same layout.
         family: Value of `model.family` that is needed to load the weights.
@@ -76,6 +80,7 @@ class SavedState(BaseModel):
     seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
     num_updates: dict[str, int] = {}
     freeze: list[str] = []
+    lora: SavedAdapters | None = None
     layout: str
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]

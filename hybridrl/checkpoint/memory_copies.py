@@ -601,8 +601,8 @@ class _BegunCopy:
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])
         files = content.files
-        said = {"layout": content.layout, "family": files.family, "dtype": files.dtype}
-        (folder / STATE).write_text(json.dumps({**self._state, **said}), encoding="utf-8")
+        state = {**self._state, **content.described}
+        (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
         write_side_files(folder / HF_FILES, files.hf_config, files.dtype, files.side_files)
         listed = {name: entry for entries, _ in found for name, entry in entries.items()}
         paths = [path for path in folder.rglob("*") if path.is_file()]

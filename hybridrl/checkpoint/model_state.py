@@ -37,6 +37,7 @@ from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failur
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Mesh
@@ -71,6 +72,11 @@ class Saved(Protocol):
     @property
     def lora(self) -> Lora | None:
         """Settings of the model's LoRA adapters; None if it has none."""
+        ...
+
+    @property
+    def base(self) -> BaseReference | None:
+        """Model that the adapters adapt; None if there are none."""
         ...
 
 

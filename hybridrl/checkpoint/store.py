@@ -41,6 +41,7 @@ from hybridrl.checkpoint.manifest import Ancestor, damaged, read_listed
 from hybridrl.checkpoint.model_state import Saved, load_model
 from hybridrl.checkpoint.opening import Notify, damage_is_told, open_on_all_ranks
 from hybridrl.checkpoint.random_states import rng_file, set_rng_state
+from hybridrl.checkpoint.saved_adapters import check_adapters
 from hybridrl.checkpoint.writing import (
     BegunCheckpoint,
     Content,
@@ -359,7 +360,8 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: The checkpoint is damaged, contains only weights, or was saved from a
-                model with different shapes; or ranks see different checkpoints.
+                model with different shapes, adapters or base weights; or ranks see different
+                checkpoints.
         """
         self.finish()
         checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
@@ -377,6 +379,9 @@ class CheckpointStore:
                 f"a checkpoint of {', '.join(models)}",
                 "Check that the same algorithm saved it.",
             )
+        with self.world.all_agree("comparing the adapters"):
+            for model in models.values():
+                check_adapters(state.lora, model.lora, model.base, checkpoint.folder)
         for name, model in models.items():
             if set(model.frozen_parts) != set(state.freeze):
                 raise CheckpointError(

@@ -32,8 +32,11 @@ from hybridrl.checkpoint.manifest import (
 )
 from hybridrl.checkpoint.model_state import Saved, sharded_state
 from hybridrl.checkpoint.random_states import rng_file, rng_state
+from hybridrl.checkpoint.saved_adapters import adapters_state
 from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded, first_failure
 from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.base_reference import BaseReference
+from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.parallel.groups import Agreement, World
 
@@ -47,12 +50,15 @@ class ModelFiles:
         family: Value of `model.family` that is needed to load the weights.
         dtype: Dtype of the policy's weights as torch spells it ("bfloat16").
         side_files: Folder that may contain tokenizer files.
+        lora, base: LoRA adapters, and the model that they adapt; None if there are no adapters.
     """
 
     hf_config: Mapping[str, Any]
     family: str
     dtype: str
     side_files: Path
+    lora: Lora | None = None
+    base: BaseReference | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,13 @@ class Content:
     lineage: Sequence[Ancestor] = ()
     layout: str = ""
     unfinished: Ancestor | None = None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Part of `state.json` that describes the weights."""
+        files = self.files
+        described = {"layout": self.layout, "family": files.family, "dtype": files.dtype}
+        return {**described, **adapters_state(files.lora, files.base)}
 
 
 class BegunCheckpoint:
@@ -94,9 +107,8 @@ class BegunCheckpoint:
     ) -> None:
         self.folder, self._world, self._content, self._copies = folder, world, content, copies
         self._partial = folder.with_name(folder.name + PARTIAL)
-        files = content.files
-        said = {"layout": content.layout, "family": files.family, "dtype": files.dtype}
-        self._state = json.dumps({**content.state, **said}, indent=1) if world.rank == 0 else ""
+        state = {**content.state, **content.described}
+        self._state = json.dumps(state, indent=1) if world.rank == 0 else ""
         self._begun: dict[str, BegunFiles] = {}
         self._entries: dict[str, FileEntry] = {}
 

@@ -41,14 +41,17 @@ def refuse_without_rollouts(config: Config, command: str) -> None:
     if not ENGINES[engine].computes:
         allowed = " or ".join(offered_engines())
         raise UserError(
-            "rollout.engine", engine, f"{allowed}, for {command}", "Set rollout.engine."
+            "rollout.engine",
+            engine,
+            f"{allowed}, because {command} generates responses",
+            "Set rollout.engine.",
         )
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
         raise UserError(
             "algorithm.name",
             config.algorithm.name,
-            f"an algorithm with rollouts, for {command}",
+            f"an algorithm with rollouts, because {command} generates responses",
             "Use the configuration of an RL run.",
         )
 

@@ -23,16 +23,23 @@ def convert(
     family: Annotated[
         str | None, typer.Option(help="Value of model.family, if the family is your own.")
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="HF directory of the model that adapters were trained on, if it moved."),
+    ] = None,
 ) -> None:
-    """Convert weights between HF directories and Megatron checkpoints."""
+    """Convert weights between HF directories and Megatron checkpoints, and the LoRA adapters in a
+    checkpoint to a PEFT directory (--to peft) or into an HF directory of merged weights (--to hf).
+    """
     if is_rank():
         from hybridrl.loop.convert import convert_rank
 
-        convert_rank(source, target, to, tp=tp, pp=pp, family=family)
+        convert_rank(source, target, to, tp=tp, pp=pp, family=family, base=base)
         return
-    validate_conversion(source, target, to, tp, pp, family)
+    validate_conversion(source, target, to, tp, pp, family, base)
     arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
     arguments += ["--family", family] if family else []
+    arguments += ["--base", str(base)] if base is not None else []
     if (code := launch_without_run(arguments, tp * pp)) == 0:
         typer.echo(f"wrote {target}")
     raise typer.Exit(code)

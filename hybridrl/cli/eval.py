@@ -21,6 +21,8 @@ from hybridrl.config.starter import has_template
 from hybridrl.errors import UserError
 from hybridrl.loop.preflight import validate_evaluation
 from hybridrl.metrics.estimates import Estimate
+from hybridrl.models.adapters.peft_directory import CONFIG_FILE as ADAPTER_FILE
+from hybridrl.models.adapters.peft_directory import is_peft, read_base_name
 from hybridrl.models.hf.directory import CONFIG_FILE
 from hybridrl.parallel.failure import is_launched
 from hybridrl.parallel.host_gpus import num_local_gpus
@@ -30,6 +32,7 @@ from hybridrl.services.launch.pinning import laid_out, with_commits
 TEMPERATURE = "rollout.temperature="
 RUN_CONFIG = "config.yaml"  # in a run folder
 CHECKPOINTS = "checkpoints"
+TOKENIZER_FILE = "tokenizer.json"
 OWN = "held-out prompts"
 COLUMNS = ("", "prompts", "samples", "accuracy")
 
@@ -38,8 +41,8 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     """Returns the configuration for an evaluation, and the checkpoint if `source` is a checkpoint.
 
     Args:
-        source: A YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
-            needs no run.
+        source: A YAML configuration, a run folder, a checkpoint folder, or an HF or PEFT directory,
+            which needs no run.
         overrides: `key=value` texts; a value for `rollout.temperature` is used as
             `eval.temperature`.
 
@@ -57,6 +60,8 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
             "algorithm": {"name": "sft"},
         }
         config = load_config_dict(content, overrides)
+    elif is_peft(source):
+        config = _config_of_adapter(source, overrides)
     elif os.path.isfile(source / RUN_CONFIG):
         config = _config_of_run(source, overrides)
     elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
@@ -74,15 +79,42 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     else:
         raise UserError(
             str(source),
-            f"a folder without {RUN_CONFIG} or {CONFIG_FILE}",
+            f"a folder without {RUN_CONFIG}, {CONFIG_FILE} or {ADAPTER_FILE}",
             f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
-            f"or an HF directory ({CONFIG_FILE})",
+            f"an HF directory ({CONFIG_FILE}); or a PEFT directory ({ADAPTER_FILE})",
             "To evaluate a run before training, pass its configuration.",
         )
     if any(override.startswith(TEMPERATURE) for override in overrides):
         section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
         config = config.model_copy(update={"eval": section})
     return config, checkpoint
+
+
+def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
+    """Returns the configuration for the adapters in a PEFT directory.
+
+    Their base model is the one that adapter_config.json names, unless an override sets model.path.
+    The tokenizer is that of the PEFT directory if it contains one.
+    """
+    base = read_base_name(source)
+    model = {"path": base} if base else {}
+    if os.path.isfile(source / TOKENIZER_FILE):
+        model["tokenizer"] = str(source)
+    content = {
+        "run": {"name": "evaluation", "dir": str(source)},
+        "model": model,
+        "lora": {"path": str(source)},
+        "algorithm": {"name": "sft"},
+    }
+    config = load_config_dict(content, overrides)
+    if config.model.path is None and config.model.init is None:
+        raise UserError(
+            f"{source / ADAPTER_FILE}: base_model_name_or_path",
+            "nothing",
+            "the model that the adapters were trained on",
+            "Add model.path=MODEL.",
+        )
+    return config
 
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
@@ -103,7 +135,7 @@ def untrained_warning(config: Config, source: Path) -> str | None:
     else None.
     """
     folder = run_folder(config)
-    if os.path.isfile(source / CONFIG_FILE) and str(source) == config.run.dir:
+    if str(source) == config.run.dir and (os.path.isfile(source / CONFIG_FILE) or is_peft(source)):
         return None
     if newest_checkpoint(folder / CHECKPOINTS) is not None:
         return None
@@ -120,7 +152,8 @@ def template_warning(config: Config, source: Path) -> str | None:
     configuration does not set `data.chat_template`; else None.
     """
     is_set = "chat_template" in config.data.model_fields_set
-    if is_set or not os.path.isfile(source / CONFIG_FILE) or not has_template(str(source)):
+    is_model = os.path.isfile(source / CONFIG_FILE) or is_peft(source)
+    if is_set or not is_model or not has_template(str(source)):
         return None
     return (
         f"WARNING: {source} has a chat template, but text prompts are evaluated without it. "
@@ -139,7 +172,9 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
     if result["sets"] or result["samples_per_prompt"] > 1:
         lines += _table(result)
     if result["checkpoint"] is None:
-        lines.append(f"model {result['model']}, no checkpoint")
+        adapter = result["adapter"]
+        model = result["model"] if adapter is None else f"{result['model']} with {adapter}"
+        lines.append(f"model {model}, no checkpoint")
     else:
         lines.append(f"checkpoint {result['checkpoint']}")
     return "\n".join(lines)
@@ -194,7 +229,7 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="WHAT",
-            help="YAML configuration, run folder, checkpoint folder or HF directory.",
+            help="YAML configuration, run folder, checkpoint folder, HF or PEFT directory.",
         ),
     ],
     overrides: Overrides = None,

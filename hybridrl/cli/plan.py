@@ -16,7 +16,7 @@ from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.parallel.host_gpus import Host, local_host
-from hybridrl.services.planner.choose import search, with_layout
+from hybridrl.services.planner.choose import search, search_with_adapters, with_layout
 from hybridrl.services.planner.hardware import ClusterFile, load_cluster, merged
 from hybridrl.services.planner.plan_report import empty_report, plan_report
 from hybridrl.services.planner.plan_text import plan_text
@@ -74,8 +74,10 @@ def run_search(
     except ConfigError as error:
         emit({"violations": error.as_json()})
         return "", error.violations
+    adapted = None if result.best else search_with_adapters(config, world_size, host, given)
     seconds = time.monotonic() - started
-    report = search_report(result, assumed, seconds, pinned_keys(config), engine_note(config))
+    note = engine_note(config)
+    report = search_report(result, assumed, seconds, pinned_keys(config), note, adapted)
     emit(report)
     return search_text(report), []
 

@@ -48,7 +48,7 @@ def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
 
 
 def value_at(values: object, path: Path) -> Any:
-    """Returns the value at a place.
+    """Returns the value at a place in nested mappings and lists.
 
     Raises:
         LookupError: The place does not exist.

@@ -11,6 +11,8 @@ from hybridrl.errors import UserError
 def lora_section_rules(config: Config) -> Iterator[UserError]:
     """Yields violated rules between the section `lora` and other knobs."""
     lora, train = config.lora, config.train
+    if config.checkpoint.export_hf == "peft":
+        yield from _peft_rules(config)
     if not lora.is_on:
         for key, value in _given(lora, "alpha", "rslora", "full"):
             allowed = "nothing without lora.rank"
@@ -38,6 +40,20 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
         if value:
             allowed = reasons.get(key, "false with lora, whose frozen weights stay in memory")
             yield UserError(key, value, allowed, f"Remove {key}.")
+
+
+def _peft_rules(config: Config) -> Iterator[UserError]:
+    """Yields an error if `checkpoint.export_hf=peft` cannot hold what the run trains."""
+    key, remedy = "checkpoint.export_hf", "Set checkpoint.export_hf=true."
+    needs = config.algorithm.needs
+    if not config.lora.is_on:
+        yield UserError(key, "peft", "true or false without lora", remedy)
+    elif config.lora.full:
+        allowed = "true or false with lora.full, because PEFT's format holds adapters alone"
+        yield UserError(key, "peft", allowed, remedy)
+    elif needs is not None and (needs.values or needs.scores):
+        allowed = "true or false with a value head, because PEFT's format holds adapters alone"
+        yield UserError(key, "peft", allowed, remedy)
 
 
 def _given(lora: LoraConfig, *keys: str) -> Iterator[tuple[str, object]]:

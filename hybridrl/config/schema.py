@@ -163,8 +163,8 @@ class CheckpointConfig(Section):
     """Number of steps between copies of the training state to host memory; 0 makes no copies. Each host's copy is also stored on another host, and restarts (`run.max_restarts`) continue from these copies. With the default, 'auto', copying takes about 3% of the training time."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep, among those that this run wrote or resumed from. With the default, 2, an older checkpoint remains if the newest is damaged."""
-    export_hf: bool = False
-    """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. Off by default, because `hybridrl convert` can write the HF directory later."""
+    export_hf: bool | Literal["peft"] = False
+    """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. LoRA adapters are merged into the weights; with 'peft', they are written alone as a PEFT directory. Off by default, because `hybridrl convert` can write the directory later."""
 
     @property
     def is_written_from_copies(self) -> bool:

@@ -159,7 +159,9 @@ class Checkpoints(Observer):
             # Reload an offloaded optimizer state and free the engine's memory.
             self._phases.enter_training(frees_memory=True)
             with self._journal.phase("checkpoint"):
-                waits = waits or self._config.checkpoint.export_hf  # an export reads the weights
+                waits = waits or bool(
+                    self._config.checkpoint.export_hf
+                )  # an export reads the weights
                 trained, files = self._roles.trained, self._roles.source.files
                 folder = self.store.save(self._position.step, trained, state, files, waits)
                 self._exports.write(folder, trained, self._evaluations.by_step)

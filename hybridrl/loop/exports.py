@@ -1,4 +1,5 @@
-"""Exports trained models as HF directories: after each checkpoint if `checkpoint.export_hf` is set.
+"""Exports trained models as HF or PEFT directories: after each checkpoint if `checkpoint.export_hf`
+is set.
 
 Collective: every rank that can write to the folder writes some of the tensors. `hybridrl convert`
 uses `export_model` too.
@@ -18,7 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl import __version__
-from hybridrl.checkpoint.folders import EXPORTS, HF_FILES
+from hybridrl.checkpoint.folders import EXPORTS, HF_FILES, PEFT_FORMAT
 from hybridrl.config.files import read_json_object, replace_text
 from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
@@ -27,9 +28,11 @@ from hybridrl.config.schema import Config
 from hybridrl.config.starter import EXPORTED
 from hybridrl.data.end_tokens import turn_end
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.hybrid_engine.export import export_hf, gather_tensors
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.values import STDERR, VALIDATION
+from hybridrl.models.adapters.peft_files import write_peft
+from hybridrl.models.adapters.rows import base_of, only_adapters
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
@@ -57,7 +60,7 @@ def export_model(
         export_hf(
             directory,
             model.whole_weights(),
-            hf_shapes(source.family, source.shape, model.head),
+            hf_shapes(base_of(source.family), source.shape, model.head),
             source.dtype,
             exported_config(source.hf_config, model.head, side_files, model.score_token),
             peers=world,
@@ -68,6 +71,40 @@ def export_model(
         with world.all_agree("naming the end tokens"):
             if world.rank == 0:
                 declare_turn_end(directory)
+
+
+def export_peft(
+    model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
+) -> None:
+    """Writes a model's LoRA adapters as a PEFT directory; collective.
+
+    Args:
+        model: Language model with adapters, of which nothing else is trained (`peft_rule`).
+        side_files: Folder whose tokenizer files are copied.
+        card: Text for README.md.
+
+    Raises:
+        UserError: Rank 0 cannot write; raised on all ranks.
+    """
+    source, world = model.source, model.world
+    assert model.lora is not None and model.base is not None
+    shapes = hf_shapes(only_adapters(source.family), source.shape)
+    with world.all_agree("writing the PEFT directory", is_unbounded=True):
+        whole = gather_tensors(model.adapters(), shapes, source.dtype, world)
+        tensors = {name: tensor.cpu() for name, tensor in whole}
+        if world.rank == 0:
+            write_peft(directory, tensors, model.lora, model.base, side_files, card)
+
+
+def merging_note(model: ParallelModel) -> str | None:
+    """Returns a sentence about what merging the adapters loses; None without adapters.
+    Collective.
+    """
+    lost = model.merging_loss()
+    if lost is None:
+        return None
+    dtype = str(model.source.dtype).removeprefix("torch.")
+    return f"rounding merged weights to {dtype} loses {100 * lost:.2g} % of the adapters' update"
 
 
 def declare_turn_end(directory: Path) -> None:
@@ -113,8 +150,8 @@ def export_with_tokenizer(
 
 
 class Exports:
-    """Writes a run's HF directories: `exports/step_N` for the policy or the trained reward model,
-    and `exports/step_N_critic` for the critic of a policy.
+    """Writes a run's HF or PEFT directories: `exports/step_N` for the policy or the trained reward
+    model, and `exports/step_N_critic` for the critic of a policy.
     """
 
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
@@ -135,15 +172,20 @@ class Exports:
         """
         if not self._config.checkpoint.export_hf:
             return
+        is_peft = self._config.checkpoint.export_hf == PEFT_FORMAT
         for name, model in models.items():
             is_main = len(models) == 1 or name == "policy"
             folder = self._root / (checkpoint.name + ("" if is_main else f"_{name}"))
-            card = model_card(self._config, model, checkpoint.name, evaluations)
+            card = model_card(self._config, model, checkpoint.name, evaluations, is_peft)
             with model.world.all_agree("preparing the export"):
                 if model.world.rank == 0:
                     self._remove(folder, checkpoint.parent)
-            export_model(model, folder, checkpoint / HF_FILES, card)
-            self._notify(f"exported {folder}")
+            if is_peft:
+                export_peft(model, folder, checkpoint / HF_FILES, card)
+            else:
+                export_model(model, folder, checkpoint / HF_FILES, card)
+            note = None if is_peft else merging_note(model)
+            self._notify(f"exported {folder}" + (f"; {note}" if note else ""))
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:
         """Deletes `folder` if it exists, and all exports whose checkpoints no longer exist."""
@@ -173,14 +215,18 @@ def model_card(
     model: ParallelModel,
     checkpoint: str,
     evaluations: Mapping[str, Mapping[str, float]],
+    is_peft: bool = False,
 ) -> str:
     """Returns the README.md of an exported model.
+
+    Args:
+        is_peft: Whether only the model's adapters are exported.
 
     The text contains no secrets, because references to environment variables are not expanded.
     """
     is_scorer = model.head == "value"
     front = {
-        "library_name": "transformers",
+        "library_name": "peft" if is_peft else "transformers",
         "pipeline_tag": "text-classification" if is_scorer else "text-generation",
         "tags": ["hybridrl", config.algorithm.name],
     }
@@ -191,6 +237,7 @@ def model_card(
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
     lines += [f"# {config.run.name}, {checkpoint.replace('_', ' ')}", ""]
     kind = "A reward model or critic (1 label)" if is_scorer else "A language model"
+    kind = "LoRA adapters of a language model" if is_peft else kind
     made = f"trained by hybridrl {__version__} with `{config.algorithm.name}`"
     origin = "from initial weights" if base is None else f"from `{_shown(base)}`"
     lines += [f"{kind}, {made}, {origin}.", ""]

@@ -92,7 +92,8 @@ def entries(
             found.append(Entry(f"{role} weights", _num_bytes(model.weights_in_place())))
         else:
             stays = not model.train.release_weights_in_rollout
-            found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
+            name = "weights" if model.lora is None else "trained weights (lora)"
+            found.append(Entry(f"{role} {name}", memory.weight_bytes(), in_rollout=stays))
             if kept := _num_bytes(model.frozen_weights()):
                 found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()

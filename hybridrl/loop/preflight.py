@@ -17,8 +17,10 @@ from typing import Any, Literal
 from hybridrl.checkpoint.folders import (
     EXPORTS,
     HF_FILES,
-    HF_FORMAT,
+    PEFT_FORMAT,
+    Checkpoint,
     FileFormat,
+    SavedState,
     check_family,
     newest_checkpoint,
     open_checkpoint,
@@ -47,6 +49,7 @@ from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, DataError, UserError
 from hybridrl.loop.versions import megatron_fault
+from hybridrl.models.adapters.base_reference import base_directory
 from hybridrl.models.adapters.settings import lora_rules
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
@@ -213,6 +216,7 @@ def validate_conversion(
     tp: int,
     pp: int,
     family: str | None = None,
+    base: Path | None = None,
 ) -> None:
     """Checks everything that `convert` needs. The arguments match its command line.
 
@@ -228,15 +232,57 @@ def validate_conversion(
         raise UserError(
             str(target), "an existing file or folder", "a new or empty folder", "Change DST."
         )
-    if to == HF_FORMAT:
+    if to == "megatron":
+        if base is not None:
+            raise _no_base(base, "--to megatron")
+        hf_config = read_config(source)
+        check_weights(source, family, hf_config)
+    else:
         checkpoint, state = open_checkpoint(source)
         check_family(state.family, family, checkpoint.folder)
         hf_config = read_config(checkpoint.folder / HF_FILES)
         read_model(state.family, hf_config)
-    else:
-        hf_config = read_config(source)
-        check_weights(source, family, hf_config)
+        check_adapter_conversion(checkpoint, state, to, base)
     _raise_all([*split_rules("--tp", tp, hf_config), *layer_rules("--pp", pp, hf_config)])
+
+
+def check_adapter_conversion(
+    checkpoint: Checkpoint, state: SavedState, to: FileFormat, base: Path | None
+) -> None:
+    """Checks that a checkpoint's adapters can be converted to a format.
+
+    Args:
+        checkpoint, state: The checkpoint, which may contain no adapters.
+        to: Format to write.
+        base: HF directory that replaces the path of the base model.
+
+    Raises:
+        UserError: The format cannot contain what was trained, or the base model is not found or
+            differs.
+    """
+    folder, saved = checkpoint.folder, state.lora
+    if saved is None and base is not None:
+        raise _no_base(base, f"{folder}, which contains all weights")
+    if to == PEFT_FORMAT:
+        allowed = "a checkpoint of a run with LoRA adapters"
+        if saved is None:
+            raise UserError(str(folder), "no adapters", allowed, "Use --to hf.")
+        has_policy = any(name.startswith("policy/") for name in checkpoint.manifest.files)
+        parts = ", ".join(saved.full) if has_policy else "a value head"
+        if parts:
+            remedy = "Use --to hf, which writes all weights with the adapters merged into them."
+            found = f"{parts}, trained in addition to the adapters"
+            raise UserError(str(folder), found, "adapters alone, for --to peft", remedy)
+        if base is not None:
+            raise _no_base(base, "--to peft, which writes the adapters alone")
+    elif saved is not None and saved.base.path is not None:
+        base_directory(saved.base.reference, base)
+    elif base is not None:
+        raise _no_base(base, f"{folder}, whose adapters were trained on initial weights")
+
+
+def _no_base(base: Path, what: str) -> UserError:
+    return UserError("--base", base, f"nothing with {what}", "Remove --base.")
 
 
 def check_weights(

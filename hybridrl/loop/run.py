@@ -52,8 +52,8 @@ def evaluate_rank(
 
     Returns:
         `Evaluation.as_json`; `validation`, the results on held-out rows with responses (`loss`,
-        `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial weights)
-        and `model`.
+        `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial
+        weights), `model`, and `adapter` (`lora.path`).
 
     Raises:
         UserError: The configuration names no data to evaluate on.
@@ -78,4 +78,5 @@ def evaluate_rank(
         "validation": {name.removeprefix("eval/"): v for name, v in sorted(validation.items())},
         "checkpoint": str(folder) if folder is not None else None,
         "model": config.model.path or config.model.init,
+        "adapter": config.lora.path,
     }

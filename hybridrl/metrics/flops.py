@@ -105,6 +105,7 @@ def _forward(
     head_tokens: int,
     head_size: int | None,
     prefixes: Iterable[int] | None,
+    adapter_params: int,
 ) -> Flops:
     lengths = list(lengths)
     shared = [0] * len(lengths) if prefixes is None else list(prefixes)
@@ -113,7 +114,7 @@ def _forward(
     pairs -= sum(attended_pairs(shape, prefix) for prefix in shared)
     outputs = shape.vocab_size if head_size is None else head_size
     return Flops(
-        2 * matmul_params(shape) * tokens,
+        2 * (matmul_params(shape) + adapter_params) * tokens,
         2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs,
         2 * shape.hidden_size * outputs * head_tokens,
     )
@@ -125,6 +126,7 @@ def forward_flops(
     head_tokens: int,
     head_size: int | None = None,
     prefixes: Iterable[int] | None = None,
+    adapter_params: int = 0,
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, summed over ranks.
 
@@ -138,8 +140,9 @@ def forward_flops(
         head_size: Number of outputs of the head, 1 for a value head. If None, the vocabulary size.
         prefixes: For each sequence, number of leading tokens that are computed as part of another
             sequence; None if no tokens are shared.
+        adapter_params: Number of parameters of the LoRA adapters that are computed.
     """
-    return sum(_forward(shape, lengths, head_tokens, head_size, prefixes))
+    return sum(_forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params))
 
 
 def train_flops(
@@ -149,14 +152,15 @@ def train_flops(
     head_size: int | None = None,
     prefixes: Iterable[int] | None = None,
     backward: BackwardShares = ALL,
+    adapter_params: int = 0,
 ) -> int:
     """Returns the FLOPs of one forward and backward pass, summed over ranks.
 
     Args:
-        shape, lengths, head_tokens, head_size, prefixes: See `forward_flops`.
+        shape, lengths, head_tokens, head_size, prefixes, adapter_params: See `forward_flops`.
         backward: Fractions of the backward pass that are computed.
     """
-    found = _forward(shape, lengths, head_tokens, head_size, prefixes)
+    found = _forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params)
     return round(
         found.weights * (1 + backward.flow + backward.weights)
         + found.attention * (1 + 2 * backward.attention)

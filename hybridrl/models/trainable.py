@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from hybridrl.errors import UserError
-from hybridrl.models.adapters.rows import is_adapter
+from hybridrl.models.adapters.rows import WEIGHT, A, base_of, is_adapter
 from hybridrl.models.expert_stacks import ordered_by_stack, place_in_stack
 from hybridrl.models.family import OUTPUT_LAYER, Family, ModelShape, Row
 from hybridrl.models.weights import Head, hf_shapes
@@ -87,6 +87,29 @@ def trained_family(
         if kept:
             rows.append(row if len(kept) == len(layers) else replace(row, layers=kept))
     return replace(family, rows=lambda _: tuple(rows))
+
+
+@lru_cache(64)
+def synced_family(family: Family, shape: ModelShape, holds_adapters: bool) -> Family:
+    """Returns a family whose weight table contains only what each sync of the engines sends.
+
+    Without adapters, this is the family itself. The other weights are sent once.
+
+    Args:
+        family, shape: Family and sizes of the policy.
+        holds_adapters: Whether engines hold adapters; otherwise adapters are merged into weights.
+    """
+    if family.lora is None:
+        return family
+    trained = trained_family(family, shape, ())
+    if holds_adapters:
+        return trained
+    own = trained.rows(shape)
+    adapted = {row.megatron.removesuffix(f".{A}") + WEIGHT for row in own}
+    sent = tuple(
+        row for row in base_of(family).rows(shape) if row in own or row.megatron in adapted
+    )
+    return replace(family, rows=lambda _: sent, lora=None)
 
 
 def freeze_rules(

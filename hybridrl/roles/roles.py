@@ -193,10 +193,13 @@ class Roles:
         value = value_update = 0
         if self.critic is not None:
             critic = self.critic.model
+            adapters = critic.adapter_params
             shared = critic.planner.shared_tokens(batch, is_lookup=True)
-            value = forward_flops(shape, lengths, responses, 1, shared)
+            value = forward_flops(shape, lengths, responses, 1, shared, adapters)
             shared = critic.planner.shared_tokens(batch)
-            value_update = train_flops(shape, lengths, responses, 1, shared, critic.backward)
+            value_update = train_flops(
+                shape, lengths, responses, 1, shared, critic.backward, adapters
+            )
         lookups, update = _lm_flops(policy, batch)
         if self.teacher is not None:
             teacher = self.teacher.model
@@ -226,10 +229,13 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
     update.
     """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
-    num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
-    shared = policy.planner.shared_tokens(batch, is_lookup=True)
-    forward = forward_flops(policy.source.shape, lengths, responses, prefixes=shared)
-    return num * forward, _update_flops(policy, batch, policy.planner.shared_tokens(batch))
+    shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
+    lookups = 0
+    if batch.old_logp_T is not None:
+        lookups += forward_flops(shape, lengths, responses, None, shared, policy.adapter_params)
+    if batch.reference_logp_T is not None:  # without adapters
+        lookups += forward_flops(shape, lengths, responses, prefixes=shared)
+    return lookups, _update_flops(policy, batch, policy.planner.shared_tokens(batch))
 
 
 def _update_flops(
@@ -240,7 +246,8 @@ def _update_flops(
     """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
-    return train_flops(policy.source.shape, lengths, responses, None, shared, backward)
+    shape, adapters = policy.source.shape, policy.adapter_params
+    return train_flops(shape, lengths, responses, None, shared, backward, adapters)
 
 
 def make_roles(
@@ -278,7 +285,9 @@ def make_roles(
         )
     roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     lora = lora_of(config.lora)
-    source = model_source(config.model, world.platform, config.longest_sequence(), lora)
+    source = model_source(
+        config.model, world.platform, config.longest_sequence(), lora, config.run.seed
+    )
     section = config.algorithm
     warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0
     # The length of each model's learning-rate schedule is the number of that model's updates.

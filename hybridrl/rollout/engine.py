@@ -156,7 +156,7 @@ class Request(_Versioned):
 
 @dataclass(frozen=True)
 class Completion(_Versioned):
-    """A finished response.
+    """A finished response from an engine.
 
     Args:
         tokens: Response, including the stop token if there is one.

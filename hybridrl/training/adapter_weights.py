@@ -18,6 +18,8 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor, TrainingShard
 from hybridrl.models.weights import RankLayout
 
+MAX_ROUNDED = 1 << 22  # number of elements that `MergedTensor.rounding` computes at a time
+
 
 @dataclass(frozen=True)
 class AdapterWeights:
@@ -108,14 +110,38 @@ class MergedTensor:
         found = box_view(self.weight, box).float()
         rank = self.b.size(1)
         a = self.a[:, left:right].float().view(-1, rank, right - left)
-        wide = self.b.new_zeros(last - first, a.size(0), rank, dtype=torch.float32)
-        is_inside = (self.rows >= first) & (self.rows < last)
-        rows, places = self.rows[is_inside] - first, self.places[is_inside]
-        wide[rows, places] = self.b[is_inside].float() * self.scale
+        wide = self._wide_b(first, last)
         for projection in range(a.size(0)):
             for r in range(rank):
                 found.addcmul_(wide[:, projection, r, None], a[None, projection, r])
         return found.to(self.weight.dtype)
+
+    def _wide_b(self, first: int, last: int) -> Tensor:
+        """Returns s B of some output rows with a column block for each projection:
+        (rows, projections, rank), fp32.
+        """
+        rank = self.b.size(1)
+        wide = self.b.new_zeros(last - first, self.a.size(0) // rank, rank, dtype=torch.float32)
+        is_inside = (self.rows >= first) & (self.rows < last)
+        rows, places = self.rows[is_inside] - first, self.places[is_inside]
+        wide[rows, places] = self.b[is_inside].float() * self.scale
+        return wide
+
+    def rounding(self) -> tuple[float, float]:
+        """Returns the squared norm of what rounding takes from the update s B A, and the squared
+        norm of the update.
+        """
+        lost = total = 0.0
+        num_rows, num_columns = self.weight.shape
+        step = max(MAX_ROUNDED // num_columns, 1)
+        a = self.a.float()
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            update, weight = self._wide_b(first, last).flatten(1) @ a, self.weight[first:last]
+            merged = (weight.float() + update).to(self.weight.dtype).float()
+            lost += float((merged - weight.float() - update).double().square().sum())
+            total += float(update.double().square().sum())
+        return lost, total
 
 
 def merged_tensors(

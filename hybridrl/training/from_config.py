@@ -9,6 +9,7 @@ import torch
 
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import model_directory, read_model_config
+from hybridrl.models.adapters.base_reference import base_reference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import load_peft
@@ -29,6 +30,7 @@ def model_source(
     platform: Platform,
     longest: int | None = None,
     lora: Lora | None = None,
+    seed: int = 0,
 ) -> ModelSource:
     """Reads the model's config.json and selects its family.
 
@@ -37,6 +39,7 @@ def model_source(
         platform: Platform on which the model runs.
         longest: See `ModelSource`.
         lora: Adapters of the model; None if it has none.
+        seed: Seed of initial weights.
     """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
@@ -45,7 +48,10 @@ def model_source(
     if config.tokenizer is not None and Path(config.tokenizer).is_dir():
         directory = Path(config.tokenizer)
     name = config.family or family.name
-    return ModelSource(adapted(family, lora), hf_config, dtype, name, directory, longest)
+    base = None
+    if lora is not None:
+        base = base_reference(config, hf_config, seed, platform.device.type)
+    return ModelSource(adapted(family, lora), hf_config, dtype, name, directory, longest, base)
 
 
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
@@ -58,15 +64,24 @@ def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> 
     with mesh.world.all_agree("loading the weights"):
         if config.model.path is not None:
             load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
-        elif mesh.is_member:
-            shapes = hf_shapes(base_of(source.family), source.shape, head)
-            tensors, norm_weight = model.base_weights(), float(not source.shape.centered_norms)
-            seed = config.run.seed
-            init_weights(model.base_layout(), shapes, tensors, source.hf_config, seed, norm_weight)
+        else:
+            start_weights(model, config.run.seed)
     if source.family.lora is not None:
         with mesh.world.all_agree("loading the adapters"):
             start_adapters(model, config.lora.path, config.run.seed)
     return model
+
+
+def start_weights(model: ParallelModel, seed: int) -> None:
+    """Initializes this rank's weights, except adapters, from the seed of the run."""
+    if model.mesh.is_member:
+        source, tensors = model.source, model.base_weights()
+        shapes, layout = (
+            hf_shapes(base_of(source.family), source.shape, model.head),
+            model.base_layout(),
+        )
+        norm_weight = float(not source.shape.centered_norms)
+        init_weights(layout, shapes, tensors, source.hf_config, seed, norm_weight)
 
 
 def start_adapters(model: ParallelModel, path: str | None, seed: int) -> None:

@@ -59,7 +59,8 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     `mismatch/kl` estimates KL(engine, trainer) with k3 (Schulman 2020,
     joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d, where d is the trainer's minus the
     engine's log-probability, capped at 20 inside the exponential. `mismatch/correlation` is
-    Pearson's correlation, or NaN if the log-probabilities of either are constant.
+    Pearson's correlation, or NaN if the log-probabilities of the engine or the trainer are
+    constant.
 
     Args:
         batch: Batch that contains the engine's log-probabilities, `behaviour_logp_T`.

@@ -23,8 +23,9 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.owned import owned_layout
+from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import base_of, is_adapter, only_adapters
+from hybridrl.models.adapters.rows import base_of, is_adapter, num_adapter_parameters, only_adapters
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.inputs import ExtraInputs
@@ -63,7 +64,12 @@ from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
-from hybridrl.training.adapter_weights import AdapterWeights, MergedWeights, merged_tensors
+from hybridrl.training.adapter_weights import (
+    AdapterWeights,
+    MergedTensor,
+    MergedWeights,
+    merged_tensors,
+)
 from hybridrl.training.batches.batch_plan import BatchPlan, BatchPlanner, ModelInput
 from hybridrl.training.memory import TrainedModelMemory
 from hybridrl.training.optimizer import (
@@ -92,6 +98,7 @@ class ModelSource:
         directory: Directory with the model's tokenizer files, if any.
         longest: Length of the longest sequence in tokens, needed if rotary positions depend on it
             (by_length.py).
+        base: Reference to the model without adapters; None if it has none.
     """
 
     family: Family
@@ -100,6 +107,7 @@ class ModelSource:
     family_key: str
     directory: Path
     longest: int | None = None
+    base: BaseReference | None = None
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
@@ -110,7 +118,8 @@ class ModelSource:
     def files(self) -> ModelFiles:
         """Files from the model's HF directory that checkpoints include."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
+        lora = self.family.lora
+        return ModelFiles(self.hf_config, self.family_key, dtype, self.directory, lora, self.base)
 
     @cached_property
     def extra_inputs(self) -> ExtraInputs | None:
@@ -326,6 +335,22 @@ class ParallelModel:
         unchanging = frozenset(self.frozen_weights()) - {f"{name}.weight" for name in rows}
         return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
 
+    @torch.no_grad()
+    def merging_loss(self) -> float | None:
+        """Returns the share of the adapters' update that is lost when merged weights are rounded to
+        the model's data type: the norm of the error divided by the norm of s B A, over all adapted
+        layers. None if the model has no adapters or their update is zero. Collective.
+        """
+        if self.lora is None:
+            return None
+        found = (0.0, 0.0)
+        for tensor in self.whole_weights().tensors.values():
+            if isinstance(tensor, MergedTensor):
+                lost, total = tensor.rounding()
+                found = (found[0] + lost, found[1] + total)
+        all_lost, all_total = map(sum, zip(*self.world.gather_objects(found), strict=True))
+        return float((all_lost / all_total) ** 0.5) if all_total else None
+
     def adapters(self) -> FullWeights:
         """Returns the LoRA adapters, which stay complete on this rank until the next step."""
         layouts = self._whole_layouts(only_adapters(self.source.family))
@@ -386,8 +411,7 @@ class ParallelModel:
             if peer_weights is not None:
                 peer_weights.move([])
             return
-        place = self.mesh.ranks.index(self.world.rank)
-        mark(named_parameters(self._chunks), self._layout(self.trained_family, place).shapes)
+        self.mark_trained()
         begin_gradients(self._chunks, self.train.recompute)
         with self.mesh.active(), self.world.platform.megatron_phase():
             self._forward_chunks, self._optimizer = wrap_for_training(
@@ -413,6 +437,14 @@ class ParallelModel:
             self.train.release_weights_in_rollout,
         )
 
+    def mark_trained(self) -> None:
+        """Marks which of this rank's parameters are trained. Checkpoints of a model with adapters
+        contain only these.
+        """
+        if self.mesh.is_member:
+            place = self.mesh.ranks.index(self.world.rank)
+            mark(named_parameters(self._chunks), self._layout(self.trained_family, place).shapes)
+
     @property
     def peers(self) -> PeerMemory | None:
         """Peer memory with the parameters; None if they are in ordinary memory."""
@@ -427,6 +459,16 @@ class ParallelModel:
     def lora(self) -> Lora | None:
         """Settings of the model's LoRA adapters; None if it has none."""
         return self.source.family.lora
+
+    @property
+    def adapter_params(self) -> int:
+        """Number of the adapters' parameters over all ranks."""
+        return num_adapter_parameters(self.source.family, self.source.shape) if self.lora else 0
+
+    @property
+    def base(self) -> BaseReference | None:
+        """Reference to the model without adapters; None if it has none."""
+        return self.source.base
 
     @property
     def trained_family(self) -> Family:

@@ -1,34 +1,53 @@
 """One rank of the tests of LoRA: real Megatron, gloo, PEFT on transformers' model as the oracle.
 
-lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full]"
+lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full][,files]"
+
+With `files`, PEFT directories and checkpoints are checked instead of gradients.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 from parity_worker import LENGTHS, gradients_in_hf_names, objective, sample_batch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from tiny_models import LONGEST, as_long
 from transformers import AutoModelForCausalLM
 
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.placement import Place
 from hybridrl.config.schema import TrainConfig
+from hybridrl.errors import CheckpointError
+from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
+from hybridrl.loop import ledger
+from hybridrl.loop.exports import export_peft
+from hybridrl.models.adapters.base_reference import BaseReference, weights_digest
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import load_peft
 from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
-from hybridrl.models.weights import hf_shapes
+from hybridrl.models.trainable import synced_family
+from hybridrl.models.weights import hf_shapes, megatron_layouts
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
+from hybridrl.services.planner.phase_memory import (
+    ADAM_BYTES,
+    HeldModel,
+    RoleModel,
+    fullest,
+)
 from hybridrl.training.model import ModelSource, ParallelModel
 
 RANK, ALPHA = 4, 8
@@ -51,7 +70,9 @@ def make(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> Paral
     hf_config = json.loads((folder / "config.json").read_text())
     adapter = read_peft(peft)
     family = adapted(resolve_family(None, hf_config), adapter.lora)
-    source = ModelSource(family, hf_config, torch.float32, family.name, folder, LONGEST)
+    base = BaseReference(str(folder), None, None, weights_digest(folder))
+    types = family, hf_config, torch.float32, family.name
+    source = ModelSource(*types, folder, LONGEST, base=base)
     mesh = Mesh(World(Platform.detect(), 120), layout)
     mesh.platform.seed(1)
     train = TrainConfig(micro_batch_tokens=48, clip_grad=0.5, recompute=recompute)
@@ -116,6 +137,39 @@ def response_logps(model: ParallelModel, batch) -> torch.Tensor:
     )
 
 
+def check_memory(model: ParallelModel) -> None:
+    """Memory and synced weights are those that plans count."""
+    source, layout = model.source, model.mesh.layout
+    family, shape = source.family, source.shape
+    role = RoleModel("policy", family, shape, True)
+    ranks = Place(tuple(range(layout.world_size)))
+    parts = zip(
+        megatron_layouts(family, shape, layout),
+        megatron_layouts(role.trained_family, shape, layout),
+        strict=True,
+    )
+    held = [HeldModel(role, ranks, layout, *map(fullest, ([a], [b]))) for a, b in parts]
+    assert model.memory is not None
+    state_bytes, gradient_bytes = model.memory.state_bytes()[0], model.memory.gradient_bytes()
+    planned = sum(ADAM_BYTES * one.num_updated for one in held)
+    found = sum(model.world.gather_objects(state_bytes))
+    assert abs(found - planned) <= ADAM_BYTES * layout.world_size, (found, planned)
+    here = held[model.world.rank]
+    trained = 4 * here.trained.num
+    assert trained <= gradient_bytes <= 1.1 * trained + (4 << 10), (gradient_bytes, trained)
+    sizes = {one.name: one.num_bytes for one in ledger.entries({"policy": model}, {})}
+    frozen = sum(one.nbytes for one in model.base_weights().values())
+    assert sizes["policy frozen weights"] == frozen == 4 * (here.held.num - here.trained.num)
+    assert trained <= sizes["policy trained weights (lora)"] <= 1.1 * trained + (4 << 10), sizes
+    for holds_adapters in (True, False):
+        weights = model.weight_source(holds_adapters)
+        frozen_names = model.world.gather_objects(weights.frozen)
+        sent = without(weights.layouts, frozen_tensors(weights.layouts, frozen_names))
+        names = {region.hf for one in sent for region in one.regions}
+        synced = hf_shapes(synced_family(family, shape, holds_adapters), shape)
+        assert names == synced.keys(), names ^ synced.keys()
+
+
 def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None:
     model = make(folder, peft, layout, recompute)
     world = model.world
@@ -124,6 +178,7 @@ def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None
     batch = sample_batch(model.source.shape.vocab_size)
     base = {name: one.clone() for name, one in model.base_weights().items()}
     model.make_trainable(1e-2)
+    check_memory(model)
     worst = float((response_logps(model, batch) - logps).abs().max())
     assert worst < 1e-5, f"log-probabilities differ from PEFT's by {worst}"
     with model.without_adapters():
@@ -145,6 +200,45 @@ def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None
     model.apply(1e-2, norm)
     for name, one in model.base_weights().items():
         assert torch.equal(one, base[name]), f"{name} has changed"
+
+
+def update(model: ParallelModel) -> float:
+    model.accumulate(model.plan(sample_batch(model.source.shape.vocab_size)).inputs, objective)
+    norm = model.grad_norm()
+    model.apply(1e-2, norm)
+    return norm
+
+
+def check_files(folder: Path, peft: Path, layout: TrainLayout, moved: TrainLayout) -> None:
+    """A PEFT directory comes back bit for bit, and another layout continues from a checkpoint."""
+    model = make(folder, peft, layout, "none")
+    world = model.world
+    exported = Path(world.broadcast_object(tempfile.mkdtemp(), 0)) / "peft"
+    export_peft(model, exported, None)
+    before, after = (load_file(one / "adapter_model.safetensors") for one in (peft, exported))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    assert read_peft(exported).lora == read_peft(peft).lora
+    model.make_trainable(1e-2)
+    update(model)
+    store = CheckpointStore(exported.parent, world, 1)
+    state = {"step": 1, "prompts": {"fingerprint": "x"}, "num_updates": {"policy": 1}}
+    place = store.save(1, {"policy": model}, state, model.source.files, waits=True)
+    other = make(folder, peft, moved, "none")
+    other.make_trainable(1e-2)
+    store.load(place, {"policy": other})
+    # Layouts add in other orders, so norms differ in the last bits.
+    for _ in range(2):
+        norms = update(other), update(model)
+        assert abs(norms[0] / norms[1] - 1) < 1e-3, norms
+    assert other.base is not None
+    other.source = replace(other.source, base=replace(other.base, digest="0" * 64))
+    try:
+        store.load(place, {"policy": other})
+    except CheckpointError as error:
+        assert "digest 000000000000" in str(error), error
+    else:
+        raise AssertionError("loaded adapters of another model")
 
 
 def main() -> None:
@@ -174,7 +268,11 @@ def main() -> None:
             recompute = next((r for r in ("full", "selective") if r in text.split(",")), "none")
             sizes = {name: int(size) for name, size in more.items()}
             layout = TrainLayout(world.size, tp, pp, cp, vpp=vpp, **sizes)
-            check(folder, peft, layout, recompute)
+            if "files" in text:
+                moved = TrainLayout(world.size, pp, tp)
+                check_files(folder, peft, layout, moved)
+            else:
+                check(folder, peft, layout, recompute)
             parallel_state.destroy_model_parallel()
             print(f"{family} {text} is right", flush=True)
 

@@ -141,9 +141,15 @@ def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
 
 
 def read_base_name(folder: Path) -> str:
-    """Returns the name or path of the model that an adapter was trained on; "" if unknown."""
-    found = read_json_object(folder / CONFIG_FILE, CheckpointError).get("base_model_name_or_path")
-    return found if isinstance(found, str) else ""
+    """Returns the path of the model that an adapter was trained on, or its hub name with its
+    revision; "" if unknown.
+    """
+    config = read_json_object(folder / CONFIG_FILE, CheckpointError)
+    found, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(found, str):
+        return ""
+    is_pinned = isinstance(revision, str) and revision and "@" not in found
+    return f"{found}@{revision}" if is_pinned and not os.path.exists(found) else found
 
 
 def _refusal(folder: Path, key: str, value: object, allowed: object) -> CheckpointError:

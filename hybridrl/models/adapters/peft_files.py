@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from hybridrl.config.hub import model_name
 from hybridrl.errors import CheckpointError
+from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE, PeftAdapter
+from hybridrl.models.hf.directory import copy_tokenizer
 from hybridrl.models.hf.headers import open_shard
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.hf.shards import CARD, box_view
 from hybridrl.models.weights import RankLayout, check_tensors
 
 
@@ -51,9 +55,9 @@ def write_peft(
     directory: str | Path,
     tensors: Mapping[str, Tensor],
     lora: Lora,
-    base: str,
-    targets: Sequence[str],
-    is_classifier: bool = False,
+    base: BaseReference,
+    side_files: Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Writes a PEFT directory, which is renamed to its final name when it is complete.
 
@@ -61,9 +65,9 @@ def write_peft(
         directory: Directory to create; it must not exist or must be empty.
         tensors: Whole adapter tensors by HF name, on the CPU.
         lora: Settings of the adapters.
-        base: Name or path of the model without adapters.
-        targets: Last parts of the adapted layers' HF names.
-        is_classifier: Whether the model is a reward model.
+        base: Reference to the model without adapters.
+        side_files: Folder from which tokenizer files are copied, if any.
+        card: Text of README.md, or None.
 
     Raises:
         CheckpointError: The directory exists and is not empty.
@@ -77,15 +81,19 @@ def write_peft(
             "Choose another directory or remove this one.",
         )
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    hub_name = None if base.path is None else model_name(base.path)
+    path = base.path and os.path.expanduser(base.path)
+    if hub_name is not None:
+        path = hub_name.repository
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": path,
+        "revision": None if hub_name is None else hub_name.revision,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(targets),
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": False,
@@ -96,7 +104,19 @@ def write_peft(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(named, partial / TENSOR_FILE, metadata={"format": "pt"})
-    partial.rename(folder)
+    partial.mkdir(parents=True)
+    try:
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if card is not None:
+            (partial / CARD).write_text(card, encoding="utf-8")
+        if side_files is not None:
+            copy_tokenizer(side_files, partial)
+        # safetensors would create the file so that only its owner can read it.
+        (partial / TENSOR_FILE).write_bytes(save(named, metadata={"format": "pt"}))
+        for file in partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -139,18 +139,18 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
         yield UserError("lora.targets", name, f"{ALL_LINEAR}, {', '.join(known)}", remedy)
         return
     for row in family.rows(shape):
-        if not can_adapt(row) or not any(_is_target(name, lora) for name in modules(row)):
-            continue
-        least = min(min(size) for size in row.shapes)
-        if lora.rank > least:
-            name = modules(row)[0].rpartition(".")[2]
-            yield UserError(
-                "lora.rank",
-                lora.rank,
-                f"1 to {least}, the smaller dimension of {name}",
-                "Lower lora.rank.",
-            )
-            return
+        for name in modules(row) if can_adapt(row) else ():
+            sizes = [
+                size
+                for part, size in zip(row.parts, row.shapes, strict=True)
+                if part == name + WEIGHT
+            ]
+            least = min(sum(size[0] for size in sizes), sizes[0][1])
+            if _is_target(name, lora) and lora.rank > least:
+                short = name.rpartition(".")[2]
+                allowed = f"1 to {least}, the smaller dimension of {short}"
+                yield UserError("lora.rank", lora.rank, allowed, "Lower lora.rank.")
+                return
 
 
 def num_adapter_parameters(family: Family, shape: ModelShape) -> int:

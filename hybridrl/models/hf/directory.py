@@ -16,12 +16,12 @@ from hybridrl.config.files import read_json_object
 from hybridrl.errors import CheckpointError
 from hybridrl.models.score_token import KEY
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Tokenizer and generation files that are copied to an exported model's directory.
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template*",
-    "generation_config.json",
+    GENERATION_FILE,
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer*",
@@ -64,6 +64,14 @@ def write_side_files(
                 shutil.copyfile(file, directory / file.name)
     if KEY in config:
         _set_padding(directory, config.get("pad_token_id"))
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copies the tokenizer files of an HF directory."""
+    for pattern in SIDE_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file() and file.name != GENERATION_FILE:
+                shutil.copyfile(file, directory / file.name)
 
 
 def _set_padding(directory: Path, number: int | None) -> None:

@@ -421,8 +421,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is already in use, or if the package cannot
-        generate the response.
+        """Adds requests to the engine's queue. Raises ValueError if an id is already in use, or if
+        the package cannot generate the response.
         """
         for request in requests:
             for violation in self._request_rules(request):

@@ -12,7 +12,9 @@ from typing import Literal
 
 from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
+from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.family import Family
+from hybridrl.models.trainable import synced_family
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
@@ -38,12 +40,14 @@ class FullestRank:
         layout: Training layout that all models use.
         engine: Number of elements in the engine's parameters.
         shared: Number of engine elements that are stored in the trainer's memory.
+        synced: Number of those elements that each sync changes.
     """
 
     models: Sequence[HeldModel]
     layout: TrainLayout
     engine: int
     shared: int
+    synced: int
 
 
 def layout_of(config: Config, world_size: int) -> TrainLayout:
@@ -77,9 +81,13 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
     traits = ENGINES[rollout.engine]
     tp, ep = (rollout.tp, rollout.ep) if traits.has_fused_parameters else (1, 1)
-    engine, shared = engine_elements(family, shape, tp, ep), 0
-    if traits.shares_memory and not train.release_weights_in_rollout:
-        shared = shared_elements(family, shape, layout, tp, ep, not train.fuse_param_gather)
+    base, holds, shared = base_of(family), traits.takes_adapters, 0
+    engine = engine_elements(family if holds else base, shape, tp, ep)
+    synced = engine_elements(synced_family(family, shape, holds), shape, tp, ep)
+    # Merged weights differ from the trainer's frozen weights.
+    can_share = family.lora is None or holds
+    if traits.shares_memory and can_share and not train.release_weights_in_rollout:
+        shared = shared_elements(base, shape, layout, tp, ep, not train.fuse_param_gather)
     place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
 
     def sizes(model: RoleModel, of: Family) -> Elements:
@@ -94,8 +102,9 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
             sizes(model, model.trained_family) if model.is_trained else Elements(),
         )
         for model in models
+        if not model.shares_weights
     ]
-    return FullestRank(held, layout, engine, shared)
+    return FullestRank(held, layout, engine, shared, synced)
 
 
 def memory_alike(

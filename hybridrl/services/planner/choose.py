@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.identity import saved_config
 from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
+from hybridrl.config.rules_lora import lora_section_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.models.adapters.settings import lora_rules
 from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
+from hybridrl.services.planner.estimate import Estimate, estimate
 from hybridrl.services.planner.fit import Changes, with_margin
 from hybridrl.services.planner.hardware import (
     GIB,
@@ -31,8 +35,25 @@ from hybridrl.services.planner.hardware import (
 )
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.planned_models import planned_models
-from hybridrl.services.planner.search import Result, Search, pinned_keys
+from hybridrl.services.planner.search import Candidate, Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
+
+LORA_RANK = 32  # rank of the adapters that a search proposes
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Another training method: LoRA adapters, which fit where full training does not.
+
+    Args:
+        rank: Rank of the adapters.
+        best: Fastest layout that fits.
+        full: Estimate for full training in the same layout, on GPUs with enough memory for it.
+    """
+
+    rank: int
+    best: Candidate
+    full: Estimate
 
 
 def with_layout(
@@ -115,10 +136,39 @@ def search(
     try:
         hf_config = read_model_config(config.model)
         family, shape = read_model(config.model.family, hf_config)
+        roles = role_models(config, models, family, shape)
     except UserError as error:
         raise ConfigError([error]) from None
-    roles = role_models(config, models, family, shape)
     return Search(config, roles, hf_config, world_size, assumed).run(), assumed
+
+
+def search_with_adapters(
+    config: Config, world_size: int, host: Host, given: ClusterFile | None = None
+) -> Adapters | None:
+    """Evaluates all layouts of the same run if it trained LoRA adapters of rank LORA_RANK.
+
+    Returns:
+        The fastest layout that fits; None if none does, or if the run has adapters already or
+        cannot have them.
+    """
+    if config.lora.is_on:
+        return None
+    changed = config.with_values({"lora.rank": LORA_RANK})
+    try:
+        family, shape = read_model(config.model.family, read_model_config(config.model))
+        if [*lora_section_rules(changed), *lora_rules(changed.lora, family, shape)]:
+            return None
+        result, _ = search(changed, world_size, host, given)
+        models, _ = planned_models(config)
+    except (ConfigError, UserError):  # the search without adapters has reported other errors
+        return None
+    section = merged(config.cluster, given) or ClusterFile()
+    roomy, _ = assume(section.model_copy(update={"gpu_memory_gib": NO_BOUND_GIB}), world_size, host)
+    if models is None or roomy is None or not result.best:
+        return None
+    best, roles = result.best[0], role_models(config, models, family, shape)
+    full = estimate(config.with_values(best.changes), roles, world_size, roomy)
+    return Adapters(LORA_RANK, best, full)
 
 
 def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> Config:

@@ -18,7 +18,6 @@ from hybridrl.services.planner.fit import num_requests, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
     MAIN_GRAD_BYTES,
-    HeldModel,
     Memory,
     RoleModel,
     itemsize_of,
@@ -62,9 +61,11 @@ def estimate(
     memory = memory_alike(config, ranks, world_size, assumed)
     requests = num_requests(memory, assumed.gpu_memory_bytes)
     most = max(memory.train, memory.rollout_with(requests))
-    crossing = max(
-        0, engine - shared - _own_elements(layout, held[0], rollout.tp if is_fused else 1)
-    )
+    tp, policy = rollout.tp if is_fused else 1, held[0]
+    if models[0].family.lora is None:
+        crossing = max(0, engine - shared - _own_elements(layout, policy.held.num, tp))
+    else:
+        crossing = max(0, ranks.synced - _own_elements(layout, policy.trained.num, tp))
     times = step_times(
         config,
         models,
@@ -72,6 +73,7 @@ def estimate(
         assumed,
         (held[0].trained.num, held[0].num_updated),
         itemsize * engine,
+        itemsize * ranks.synced,
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
     )
@@ -87,10 +89,10 @@ def estimate(
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
 
 
-def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
-    """Returns roughly how many elements of its own engine shard a rank trains.
+def _own_elements(layout: TrainLayout, held: int, tp: int) -> int:
+    """Returns roughly how many of the `held` elements of a rank belong to its own engine shard.
 
     The rank trains all elements of its training shard, of which fewer belong to its engine shard if
     the engine's tp exceeds the trainer's.
     """
-    return held.held.num * layout.tp // max(tp, layout.tp)
+    return held * layout.tp // max(tp, layout.tp)

@@ -246,8 +246,11 @@ class _Search:
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
         policy = self.models[0]
-        elements, _ = fullest_stage(policy.family, policy.shape, TrainLayout(1))
-        return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
+        held, trained = (
+            fullest_stage(family, policy.shape, TrainLayout(1)).num
+            for family in (policy.family, policy.trained_family)
+        )
+        return held * itemsize + trained * (MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
         """Yields layout changes, memory-saving settings, and combinations of both."""

@@ -18,6 +18,8 @@ from hybridrl.config.roles import RunModels
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
+from hybridrl.models.adapters.rows import adapted, num_adapter_parameters
+from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.trainable import BackwardShares, backward_shares, trained_family
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
@@ -128,6 +130,8 @@ class RoleModel:
         head: Head that is assumed when parameters are counted; a critic is counted with a
             vocabulary head, like the policy.
         freeze: Parts that stay frozen although the model is trained.
+        shares_weights: Whether its weights are the policy's frozen weights, so that it needs no
+            memory of its own: the reference of a policy with adapters.
     """
 
     role: str
@@ -136,6 +140,12 @@ class RoleModel:
     is_trained: bool = False
     head: Head = "lm"
     freeze: tuple[str, ...] = ()
+    shares_weights: bool = False
+
+    @property
+    def adapter_params(self) -> int:
+        """Number of the adapters' parameters."""
+        return num_adapter_parameters(self.family, self.shape) if self.family.lora else 0
 
     @property
     def trained_family(self) -> Family:
@@ -179,6 +189,13 @@ class HeldModel:
         layout, (num, experts) = self.layout, self.trained
         return (num - experts) // (layout.dp * layout.cp) + experts // layout.edp
 
+    @property
+    def saved(self) -> int:
+        """Number of parameters in a rank's part of a checkpoint, which omits adapted weights."""
+        if not self.model.is_trained:
+            return 0
+        return self.trained.num if self.model.family.lora else self.held.num
+
 
 @dataclass(frozen=True)
 class HeldEngine:
@@ -221,12 +238,22 @@ class Held:
 def role_models(
     config: Config, models: RunModels, family: Family, shape: ModelShape
 ) -> list[RoleModel]:
-    """Returns the models of a run, the policy first; `family` and `shape` are the policy's."""
-    freeze = config.train.freeze
+    """Returns the models of a run, the policy first.
+
+    Args:
+        config: Configuration of the run.
+        models: Models that the algorithm needs.
+        family, shape: Family of the policy without adapters, and its sizes.
+
+    Raises:
+        UserError: `lora.path` is not a directory with a usable PEFT adapter.
+    """
+    freeze, lora = config.train.freeze, lora_of(config.lora)
+    base, family = family, adapted(family, lora)
     found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:
-        found.append(RoleModel("reference", family, shape))
-    if models.has_critic:
+        found.append(RoleModel("reference", base, shape, shares_weights=lora is not None))
+    if models.has_critic:  # a second model, also with adapters
         found.append(RoleModel("critic", family, shape, is_trained=True, freeze=freeze))
     if models.has_teacher and (hf_config := read_teacher(config)) is not None:
         found.append(RoleModel("teacher", *read_model(None, hf_config)))
@@ -246,7 +273,8 @@ def estimate_memory(
 ) -> Memory:
     """Estimates the memory of the fullest rank in each phase.
 
-    Training needs memory for parameters, fp32 gradients, a rank's shard of the optimizer state,
+    Training needs memory for parameters, trained parameters' fp32 gradients, a rank's shard
+    of the optimizer state,
     frozen models, activations, logits, and the weights of an engine that does not sleep. Generation
     needs memory for parameters, the optimizer state unless it is offloaded, the engine's own
     weights, and the KV cache. On GPUs, both phases also include NCCL's groups and the engine's CUDA
@@ -264,7 +292,7 @@ def estimate_memory(
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
     trained = itemsize * sum(one.trained.num for one in held.models)
     frozen = itemsize * sum(one.held.num for one in held.models) - trained
-    saved = itemsize * sum(one.held.num for one in held.models if one.model.is_trained)
+    saved = itemsize * sum(one.saved for one in held.models)
     gradients = MAIN_GRAD_BYTES * sum(one.trained.num for one in held.models)
     states = optimizer * sum(one.num_updated for one in held.models)
     engine, kv_cache = ENGINES[config.rollout.engine], 0

@@ -15,10 +15,13 @@ from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.planning.assign import Assignment, OrderChoice, assign, evaluate_layout
 from hybridrl.hybrid_engine.planning.expert_maps import Engines, ExpertTensors, lay_out_engines
+from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.order import lay_out, order_layout
 from hybridrl.hybrid_engine.planning.owned import equal_shares
+from hybridrl.models.adapters.rows import base_of, is_adapter
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.trainable import synced_family
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
@@ -53,6 +56,7 @@ class Placed:
         parts: Layout of each tensor-parallel rank of an engine.
         engines: Assignment of ranks to parts of engines.
         shared: For each rank, the number of engine elements that share the trainer's memory.
+        once: HF tensors that are sent only once, because they never change.
     """
 
     placement: Placement
@@ -63,6 +67,7 @@ class Placed:
     parts: list[RankLayout]
     engines: Engines
     shared: list[int]
+    once: frozenset[str] = frozenset()
 
     @property
     def best(self) -> Assignment:
@@ -82,30 +87,49 @@ def place_models(
 
     Args:
         placement: Placement that violates no rule.
-        family, shape: Weight table and sizes of the policy.
+        family, shape: Weight table and sizes of the policy, with adapters if it has any.
         node: Number of consecutive ranks on one node.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
+    holds_adapters = ENGINES[config.rollout.engine].takes_adapters
+    base = base_of(family)
+    sent = family if holds_adapters else base
     if ENGINES[config.rollout.engine].has_fused_parameters:
-        parts = fused_layouts(family, shape, tp, config.rollout.ep)
+        parts = fused_layouts(sent, shape, tp, config.rollout.ep)
     else:
-        parts = [hf_layout(hf_shapes(family, shape))]
+        parts = [hf_layout(hf_shapes(sent, shape))]
     choice = None
     if placement.is_shared:
-        ordered = order_layout(train, family, shape, len(ranks), tp, node)
+        ordered = order_layout(train, base, shape, len(ranks), tp, node)
         layout, choice = ordered.layout, ordered.choice
         whole, sources = ordered.whole, ordered.sources
     else:
         layout = lay_out(train, len(ranks))
-        whole = megatron_layouts(family, shape, layout)
+        whole = megatron_layouts(base, shape, layout)
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
+    if family is not base:
+        whole = megatron_layouts(family, shape, layout)
+        sources = whole if holds_adapters else sources
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
     takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
     tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
-    shared = _shared(config, layout, whole, engines.targets)
-    return Placed(placement, layout, choice, whole, sources, parts, engines, shared)
+    shared = [0] * world_size
+    if family is base or holds_adapters:  # merged weights differ from the trainer's
+        shared = _shared(config, layout, _without_adapters(whole, family, shape), engines.targets)
+    synced = hf_shapes(synced_family(family, shape, holds_adapters), shape)
+    once = frozenset(hf_shapes(sent, shape)) - synced.keys()
+    return Placed(placement, layout, choice, whole, sources, parts, engines, shared, once)
+
+
+def _without_adapters(
+    layouts: list[RankLayout], family: Family, shape: ModelShape
+) -> list[RankLayout]:
+    """Returns the layouts of the weights, which an engine may share; it has its own adapters."""
+    if family.lora is None:
+        return layouts
+    return without(layouts, {name for name in hf_shapes(family, shape) if is_adapter(name)})
 
 
 def _spread(
@@ -167,7 +191,7 @@ def held_by_ranks(
         transport: Transport that sends the weights.
     """
     placement, sizes = placed.placement, _Sizes(models[0], placed)
-    parts = [sizes.of(model) for model in models]
+    parts = [sizes.of(model) for model in models if not model.shares_weights]
     peers_bytes = 0  # size of the peer memory that each rank allocates for weights
     if transport == "peer" and models[0].is_trained:
         peers_bytes = itemsize * most_elements(placed.whole)

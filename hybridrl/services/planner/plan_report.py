@@ -11,6 +11,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from hybridrl.checkpoint.segments import locked_bytes
@@ -19,13 +20,15 @@ from hybridrl.config.roles import RunModels
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.nodes import planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.family import read_model
-from hybridrl.models.trainable import trained_summary
+from hybridrl.models.trainable import synced_family, trained_summary
+from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
@@ -59,6 +62,7 @@ ADDED = (
     "gpu_memory_bytes",
     "positions",
     "trained",
+    "lora",
     "order",
     "ranks",
     "assumptions",
@@ -136,10 +140,12 @@ def _report(
     (family, shape), on_gpu = read_model(config.model.family, hf_config), assumed is not None
     node = machines.ranks_per_node or machines.num_ranks
     placement, _ = placed(config, machines)
+    roles = role_models(config, models, family, shape)
+    family = roles[0].family
     laid = place_models(config, placement, family, shape, node)
     itemsize = itemsize_of(config, on_gpu)
-    plan = plan_reshard(laid.sources, laid.targets, itemsize, node)
-    roles = role_models(config, models, family, shape)
+    sources, targets = (without(part, laid.once) for part in (laid.sources, laid.targets))
+    plan = plan_reshard(sources, targets, itemsize, node)
     found = _memories(config, roles, laid, assumed)
     if assumed is not None:
         verdict = gpu_verdict(config, roles, hf_config, found, assumed, placement.is_shared)
@@ -154,6 +160,7 @@ def _report(
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
         "positions": positions_summary(hf_config, config.longest_sequence()),
         "trained": trained_summary(config.train.freeze, family, shape) or None,
+        "lora": _lora(config, roles, laid, itemsize, node),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,
@@ -178,7 +185,7 @@ def _report(
         "memory": _peaks(config, memories, machines.num_ranks // node, on_gpu),
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},
-        "cluster": _cluster_report(laid, plan, assumed),
+        "cluster": _cluster_report(sources, targets, plan, assumed),
         "violations": [],
     }
 
@@ -237,11 +244,41 @@ def _memories(
     ]
 
 
-def _cluster_report(laid: Placed, plan: Plan, assumed: Assumptions | None) -> dict[str, Any] | None:
+def _lora(
+    config: Config, roles: Sequence[RoleModel], laid: Placed, itemsize: int, node: int
+) -> dict[str, Any] | None:
+    """Returns what is particular to a run with adapters; None if it has none.
+
+    `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
+    weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
+    """
+    policy, holds_adapters = roles[0], ENGINES[config.rollout.engine].takes_adapters
+    if (lora := policy.family.lora) is None:
+        return None
+    synced = hf_shapes(synced_family(policy.family, policy.shape, holds_adapters), policy.shape)
+    sources, targets = (without(part, synced) for part in (laid.sources, laid.targets))
+    once = plan_reshard(sources, targets, itemsize, node)
+    return {
+        "rank": lora.rank,
+        "adapter_bytes": itemsize * policy.adapter_params,
+        "engine_holds_adapters": holds_adapters,
+        "sync_bytes": itemsize * sum(map(prod, synced.values())),
+        "once_receive_bytes": list(once.receive_bytes),
+        "has_reference": any(model.shares_weights for model in roles),
+        "has_critic": any(model.role == "critic" for model in roles),
+    }
+
+
+def _cluster_report(
+    sources: Sequence[RankLayout],
+    targets: Sequence[RankLayout],
+    plan: Plan,
+    assumed: Assumptions | None,
+) -> dict[str, Any] | None:
     if assumed is None:
         return None
     joined = plan.ops.joined if isinstance(plan.ops, PlannedOps) else None
-    joined = joined or join(laid.sources, laid.targets)
+    joined = joined or join(sources, targets)
     found = vars(predict(joined, plan.itemsize, assumed.cluster))
     return {**found, "planned_ms": planned_ms(plan.traffic, assumed.cluster)}
 
@@ -258,6 +295,8 @@ def _reshard(
     # part that a rank owns needs no copy.
     owners = layout.dp * layout.cp if config.train.fuse_param_gather else 1
     local = [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)]
+    if laid.once:  # parts that are shared are not in this plan
+        local = list(plan.local_bytes)
     return {
         "receive_bytes": list(plan.receive_bytes),
         "send_bytes": list(plan.send_bytes),

@@ -70,6 +70,7 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
         yield f"position {report['positions']}"
     if report["trained"]:
         yield f"trained  {report['trained']}"
+    yield from _lora_lines(report["lora"])
     yield f"order    {report['order']['axes']}: {report['order']['reason']}"
     replicas = rollout["replicas"]
     yield (
@@ -103,6 +104,26 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             found = report["assumptions"][key]
             yield f"         {key} {found['value']:g}: {found['source']}"
     yield from _table(report)
+
+
+def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yields what is particular to a run with adapters."""
+    if lora is None:
+        return
+    adapters, once = traffic(lora["adapter_bytes"]), _range(lora["once_receive_bytes"])
+    if lora["engine_holds_adapters"]:
+        sent = f"each sync sends the adapters, {traffic(lora['sync_bytes'])} per engine"
+    else:
+        sent = (
+            f"each sync sends merged weights, {traffic(lora['sync_bytes'])} per engine, because "
+            "this engine cannot hold adapters"
+        )
+    yield f"lora     rank {lora['rank']}, {adapters} of adapters; {sent}"
+    yield f"         other weights are sent once; a rank receives {once} of them"
+    if lora["has_reference"]:
+        yield "         the reference is the policy without adapters and needs no memory"
+    if lora["has_critic"]:
+        yield "         the critic is a second model, with its own frozen weights and adapters"
 
 
 def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from hybridrl.services.planner.choose import Adapters
 from hybridrl.services.planner.fit import with_margin
 from hybridrl.services.planner.hardware import GIB, NO_BOUND_GIB, Assumptions
 from hybridrl.services.planner.search import LAYOUT_KEYS, Candidate, Result
@@ -25,6 +26,7 @@ def search_report(
     seconds: float,
     kept: Iterable[str],
     note: str | None = None,
+    adapters: Adapters | None = None,
 ) -> dict[str, Any]:
     """Returns the result of a search as JSON values.
 
@@ -34,6 +36,7 @@ def search_report(
         seconds: Duration of the search in seconds.
         kept: Keys that the search does not change because the configuration sets them.
         note: Note about the predicted times, if any.
+        adapters: The fastest layout with LoRA adapters, if nothing fits without them.
     """
     best = result.best[:MOST]
     return {
@@ -44,6 +47,7 @@ def search_report(
         "fitting": len(result.best),
         "too_large": result.num_large,
         "nearest": result.nearest and _as_json(result.nearest, result.nearest),
+        "lora": adapters and _adapters_json(adapters),
         "refused": result.num_refused,
         "rules": [str(error) for error in result.refusals.values()],
         "gpu_memory_bytes": assumed.gpu_memory_bytes,
@@ -64,6 +68,15 @@ def _as_json(one: Candidate, best: Candidate) -> dict[str, Any]:
         "memory_bytes": one.found.most_bytes,
         "spare_bytes": one.found.spare_bytes,
         "lost_by": _reason(one, best),
+    }
+
+
+def _adapters_json(found: Adapters) -> dict[str, Any]:
+    return {
+        "rank": found.rank,
+        **_as_json(found.best, found.best),
+        "full_memory_bytes": found.full.most_bytes,
+        "full_step_s": found.full.times.step,
     }
 
 
@@ -110,6 +123,17 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield (
             f"rejected by memory: {report['too_large']}; the closest, {_said(nearest)}, needs "
             f"{memory_size(needed)}: {memory_size(-nearest['spare_bytes'])} too much"
+        )
+    if (lora := report["lora"]) is not None:
+        yield (
+            f"another training method fits: LoRA with lora.rank={lora['rank']} trains adapters, "
+            f"not the weights; {_said(lora)}: a step of about {lora['step_s']:.3g} s, "
+            f"{memory_size(lora['memory_bytes'])} of a GPU's {memory_size(gpu)}"
+        )
+        more = memory_size(lora["full_memory_bytes"] - lora["memory_bytes"])
+        yield (
+            f"   full training in the same layout would need {more} more per GPU, and take about "
+            f"{lora['full_step_s']:.3g} s a step"
         )
     if report["rules"]:
         yield f"rejected by a rule (divisibility): {report['refused']}"

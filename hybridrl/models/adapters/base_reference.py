@@ -1,0 +1,133 @@
+"""The model that adapters were trained on, as checkpoints refer to it. No torch.
+
+A checkpoint of a run with LoRA adapters does not contain the frozen weights. It names the model
+instead, with a digest that detects another model of the same name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config.schema import ModelConfig
+from hybridrl.config.source import model_directory
+from hybridrl.errors import CheckpointError, UserError
+from hybridrl.models.hf.headers import HfHeaders
+
+DIGESTED_BYTES = 1 << 20  # at each end of a weight file
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """A model without its adapters.
+
+    Args:
+        path: HF directory, or hub name with its commit; None for initial weights.
+        init: Value of `model.init`; None if there is a path.
+        seed: Seed of the initial weights; None if there is a path.
+        digest: Digest of the weights, as `weights_digest` or `init_digest` return it.
+    """
+
+    path: str | None
+    init: str | None
+    seed: int | None
+    digest: str
+
+    @property
+    def named(self) -> str:
+        """The model, for messages."""
+        return self.path or f"initial weights of {self.init} with seed {self.seed}"
+
+
+def weights_digest(directory: Path) -> str:
+    """Returns a digest of an HF directory's weight files that is cheap to compute.
+
+    It covers each file's name and size, and the first and last MiB of its content. The first MiB
+    contains the header with the names, shapes and types of the tensors. Training changes almost
+    every element, so another training state differs in these parts. A change elsewhere in a file is
+    not detected; reading all of a large model would take minutes.
+    """
+    found = hashlib.sha256()
+    for file in sorted(set(HfHeaders(directory).files.values())):
+        size = os.path.getsize(file)
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            found.update(opened.read(DIGESTED_BYTES))
+            opened.seek(max(size - DIGESTED_BYTES, 0))
+            found.update(opened.read(DIGESTED_BYTES))
+    return found.hexdigest()
+
+
+def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
+    """Returns a digest of everything that determines initial weights.
+
+    Args:
+        hf_config: Contents of the model's config.json.
+        seed: Seed of the run.
+        device: Type of the device, because each draws other random numbers.
+    """
+    content = [hf_config, seed, device]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def base_reference(
+    section: ModelConfig, hf_config: Mapping[str, Any], seed: int, device: str
+) -> BaseReference:
+    """Returns the reference to the model of a run.
+
+    Args:
+        section: The section `model`, with hub names pinned to commits.
+        hf_config, seed, device: See `init_digest`.
+    """
+    if section.path is None:
+        digest = init_digest(hf_config, seed, device)
+        return BaseReference(None, section.init, seed, digest)
+    return BaseReference(section.path, None, None, weights_digest(model_directory(section)))
+
+
+def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
+    """Returns the HF directory of a base model, after comparing its digest.
+
+    Args:
+        base: Reference with a path.
+        moved: Directory that replaces the path.
+
+    Raises:
+        CheckpointError: The model is not found, or has other weights.
+    """
+    assert base.path is not None
+    remedy = "Pass the directory of the model that the adapters were trained on with --base."
+    if moved is not None and not os.path.isdir(moved):
+        raise CheckpointError("--base", moved, "an HF directory", "Correct the path.")
+    if moved is not None:
+        directory = moved
+    else:
+        try:
+            directory = model_directory(ModelConfig(path=base.path))
+        except UserError as error:
+            raise CheckpointError("base model", error.value, error.allowed, remedy) from None
+    found = weights_digest(directory)
+    if found != base.digest:
+        raise other_base(str(directory), found, base, remedy)
+    return directory
+
+
+def other_base(key: str, found: str, base: BaseReference, remedy: str) -> CheckpointError:
+    """Returns the error for weights that are not those of a base model.
+
+    Args:
+        key: Model that was found.
+        found: Digest of its weights.
+        base: Model that the adapters were trained on.
+    """
+    return CheckpointError(
+        f"weights of {key}",
+        f"digest {found[:12]}",
+        f"digest {base.digest[:12]}, as {base.named} had when the adapters were trained",
+        remedy,
+    )

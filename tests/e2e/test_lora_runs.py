@@ -1,0 +1,88 @@
+"""A run with adapters, from a base model to a PEFT directory and to merged weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import QUICKSTART, run
+from peft import PeftModel
+from safetensors.torch import load_file
+from small_runs import small_run
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+
+PROMPTS = [tuple(range(3, 3 + length)) for length in (2, 5, 9)]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """An HF directory of random weights, with the quickstart's tokenizer."""
+    torch.manual_seed(0)
+    folder = tmp_path / "base"
+    config = AutoConfig.from_pretrained(QUICKSTART / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for file in (QUICKSTART / "model").glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.mark.dist
+def test_adapters_are_trained_converted_evaluated_and_continued(base: Path, tmp_path: Path) -> None:
+    """PEFT computes with the directory what the engine computed, and merges the same weights."""
+    knobs = ["model.init=null", f"model.path={base}", "rollout.engine=hf", "steps.num_steps=2"]
+    knobs += ["train.learning_rate=0.05"]
+    with small_run(tmp_path, *knobs, "run.name=a", "lora.rank=4", "lora.alpha=8") as trainer:
+        trainer.fit()
+        trainer.reshard()
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=12)
+        asked = [Request(i, prompt, i, sampling) for i, prompt in enumerate(PROMPTS)]
+        expected = [list(done.tokens) for done in generate(trainer.engine, asked)]
+    folder, peft, merged = tmp_path / "a", tmp_path / "peft", tmp_path / "merged"
+    checkpoint = folder / "checkpoints" / "step_2"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["lora"]["rank"] == 4 and state["lora"]["base"]["path"] == str(base)
+    sizes = [
+        sum(file.stat().st_size for file in one.rglob("*") if file.is_file())
+        for one in (checkpoint / "policy", base)
+    ]
+    assert sizes[0] < sizes[1], "the checkpoint contains the base"
+
+    run("convert", folder, peft, "--to", "peft")
+    moved = base.rename(tmp_path / "moved")
+    refused = run("convert", folder, merged, "--to", "hf", expect=2)
+    assert "with --base" in refused
+    output = run("convert", folder, merged, "--to", "hf", "--base", moved)
+    assert "rounding merged weights to float32 loses" in output
+    moved.rename(base)
+
+    oracle = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    oracle = PeftModel.from_pretrained(oracle, peft).eval()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        whole = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            best = oracle(whole).logits[0].argmax(-1).tolist()
+        assert best[len(prompt) - 1 : -1] == tokens
+    weights = load_file(merged / "model.safetensors")
+    wanted = oracle.merge_and_unload().state_dict()
+    changed = load_file(base / "model.safetensors")
+    assert any(not torch.equal(weights[name], changed[name]) for name in weights)
+    for name, one in weights.items():
+        # One rounding of W + s B A in fp32; PEFT adds the products in another order.
+        assert torch.allclose(one, wanted[name], rtol=1e-6, atol=1e-7), name
+
+    limits = ["data.eval_limit=8", "rollout.max_new_tokens=4"]
+    sets = ["--prompts", QUICKSTART / "heldout.jsonl", "--json"]
+    for what in (peft, checkpoint):
+        own = ["reward.function=exact_match"] if what == peft else []
+        found = json.loads(run("eval", what, *limits, *own, *sets).splitlines()[-1])
+        assert found["num_prompts"] == 8
+        assert found["adapter"] == (str(peft) if what == peft else None)
+    with small_run(tmp_path, *knobs, f"lora.path={peft}", "run.name=b") as trainer:
+        trainer.fit()
+    state = json.loads((tmp_path / "b" / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["lora"]["rank"] == 4
