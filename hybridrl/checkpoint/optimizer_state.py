@@ -36,10 +36,10 @@ STATES = (
     "param",
     "exp_avg",
     "exp_avg_sq",
-)  # Megatron's names: fp32 weight and Adam's moments
-STEPS = "steps"  # key of the step count in the state of an Adam without parameters
-# Maximum size of the pieces in transit on the host while loading. Waiting for each piece would be
-# slow.
+)  # Megatron's names for the fp32 weight and Adam's moments.
+STEPS = "steps"  # Key of the step count in the state of an Adam optimizer that has no parameters.
+# Maximum total size of the pieces in transit on the host while loading. Waiting for each piece
+# would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # maximum that a rank sends or receives per round; size of the GPU buffer
 

@@ -1,9 +1,9 @@
 """Destinations for tensors that are read from files: host memory, or a GPU through staging memory.
 
 Each reading thread has a small page-locked staging buffer. Loading a tensor to a GPU therefore
-needs no host memory of the tensor's size, which would take longer to allocate than to fill. While
-one thread copies to the GPU, other threads read. Invariant: each copy is complete before its thread
-overwrites the staging buffer.
+needs no host buffer as large as the tensor; allocating such a buffer would take longer than filling
+it. While one thread copies to the GPU, other threads read. Invariant: each copy is complete before
+its thread overwrites the staging buffer.
 """
 
 from __future__ import annotations

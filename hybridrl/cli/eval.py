@@ -172,7 +172,7 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
     if result["sets"] or result["samples_per_prompt"] > 1:
         lines += _table(result)
     if result["checkpoint"] is None:
-        adapter = result["adapter"]
+        adapter = result.get("adapter")
         model = result["model"] if adapter is None else f"{result['model']} with {adapter}"
         lines.append(f"model {model}, no checkpoint")
     else:

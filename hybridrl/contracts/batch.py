@@ -139,7 +139,7 @@ class RolloutBatch:
             check_blob(name, blob, self.lengths_B, self.rows_H, self.producer)
         if bool(self.tokens_T.lt(0).any()):
             got = f"returned the token {int(self.tokens_T.min())}"
-            raise BatchError(self.producer, "tokens_T", got, "token numbers of at least 0")
+            raise BatchError(self.producer, "tokens_T", got, "token ids of at least 0")
 
     def _check_lengths(self) -> None:
         for name in LENGTHS:

@@ -51,6 +51,8 @@ def serve(
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # keeps the function's output separate from answers
     config = _read(jobs)
+    if config is None:  # the caller has ended
+        return
     try:
         run = make(config)
     except UserError as error:

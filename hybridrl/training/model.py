@@ -332,8 +332,14 @@ class ParallelModel:
             return FullWeights(self._whole_layouts(family), self.weights())
         rows = adapted_rows(self._chunks)
         tensors = merged_tensors(self.weights(), rows, family.lora.scale)
-        unchanging = frozenset(self.frozen_weights()) - {f"{name}.weight" for name in rows}
+        unchanging = frozenset(self._unchanging()) - {f"{name}.weight" for name in rows}
         return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
+
+    def _unchanging(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's weights that training with adapters does not change: frozen
+        parameters and the routers' biases.
+        """
+        return self.frozen_weights() | weight_buffers(self._chunks)
 
     @torch.no_grad()
     def merging_loss(self) -> float | None:
@@ -357,7 +363,7 @@ class ParallelModel:
         return FullWeights(layouts, self.adapter_weights())
 
     def _adapter_weights(self) -> AdapterWeights:
-        family, frozen_names = self.source.family, self.frozen_weights().keys()
+        family, frozen_names = self.source.family, self._unchanging().keys()
         assert family.lora is not None
         tensors = self.weights()
         trained = {name for name in tensors if name not in frozen_names and not is_adapter(name)}

@@ -62,7 +62,7 @@ def test_parameters_that_lie_twice_in_memory_are_told(releases: bool) -> None:
     engine.shared = frozenset({"enginea"})  # type: ignore[attr-defined]
     engine.layout = lambda: parts["engine"]  # type: ignore[method-assign]
     world = SimpleNamespace(gather_objects=lambda value: [0, value])
-    model: Any = SimpleNamespace(layout=lambda: parts["trainer"], world=world)
+    model: Any = SimpleNamespace(base_layout=lambda: parts["trainer"], world=world)
     config = load_config_dict(
         {
             "run": {"name": "a"},

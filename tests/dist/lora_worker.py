@@ -158,8 +158,11 @@ def check_memory(model: ParallelModel) -> None:
     trained = 4 * here.trained.num
     assert trained <= gradient_bytes <= 1.1 * trained + (4 << 10), (gradient_bytes, trained)
     sizes = {one.name: one.num_bytes for one in ledger.entries({"policy": model}, {})}
-    frozen = sum(one.nbytes for one in model.base_weights().values())
-    assert sizes["policy frozen weights"] == frozen == 4 * (here.held.num - here.trained.num)
+    base = model.base_weights()
+    frozen = sum(one.nbytes for one in base.values())
+    biases = sum(one.nbytes for name, one in base.items() if name.endswith("expert_bias"))
+    assert frozen == 4 * (here.held.num - here.trained.num), (frozen, here)
+    assert sizes["policy frozen weights"] == frozen - biases, sizes
     assert trained <= sizes["policy trained weights (lora)"] <= 1.1 * trained + (4 << 10), sizes
     for holds_adapters in (True, False):
         weights = model.weight_source(holds_adapters)

@@ -418,7 +418,7 @@ def check_phases(rank: int, world: int) -> None:
     try:
         hybrid.to_train()
     except PhaseError as error:
-        assert "train already" in str(error)
+        assert "cannot enter phase train" in str(error)
     else:
         raise AssertionError("entered the training phase twice")
 

@@ -65,7 +65,7 @@ def test_ranks_without_progress_are_named_with_a_report_and_slow_ones_are_not(
     assert message.startswith("rank 1 on host ") and "in spin" in message
     assert "ranks 0, 2 wait in all_reduce of float [3, 4], #2 of group " in message
     assert "GRADS (ranks 0-2)" in message
-    assert "process group " in text and "  rank 1: #1 all_reduce of float [2], over\n" in text
+    assert "process group " in text and "  rank 1: #1 all_reduce of float [2], finished\n" in text
 
     if not torch.cuda.is_available():
         message = report(tmp_path, 4).splitlines()[0]

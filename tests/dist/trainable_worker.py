@@ -246,7 +246,7 @@ def check(case: Case, folder: Path) -> None:
     try:
         store.load(root / "step_1", {"policy": unlike})
     except CheckpointError as error:
-        assert "train.freeze" in str(error) and "layers.0, as this run" in str(error), error
+        assert "train.freeze" in str(error) and "layers.0, as in this run" in str(error), error
     else:
         raise AssertionError("loaded the states of other parameters")
 

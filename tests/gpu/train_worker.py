@@ -31,6 +31,7 @@ from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
+from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import adapted, is_adapter
 from hybridrl.models.family import ModelShape, resolve_family
@@ -147,7 +148,8 @@ class Run:
         if name == "qwen2":
             config = {key: value for key, value in config.items() if key != "head_dim"}
         family = adapted(resolve_family(name, config), LORA if lora else None)
-        source = ModelSource(family, config, dtype, name, Path("."))
+        base = BaseReference(None, "the checks' model", 7, "")
+        source = ModelSource(family, config, dtype, name, Path("."), base=base)
         mesh.platform.seed(1)
         self.mesh, settings = mesh, {"micro_batch_tokens": BUDGET, **train}
         self.model = model = ParallelModel(mesh, source, "lm", TrainConfig(**settings))

@@ -136,7 +136,7 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "a null answer": (
         "grpo",
         {"prompt": "p", "answer": None},
-        "got null; allowed: the column 'answer' in every row. Add it",
+        "got null; allowed: the column 'answer' in every row. Add the column, or",
     ),
     "an answer that is an object": (
         "grpo",

@@ -121,7 +121,7 @@ def test_validation_loss_of_demonstrations_is_that_of_transformers(
     assert found[-1]["eval/loss"] == pytest.approx(expected, abs=CLOSE)
     assert found[-1]["eval/perplexity"] == pytest.approx(math.exp(expected), rel=2 * CLOSE)
     assert found[0]["eval/loss"] != found[-1]["eval/loss"], "weights have changed"
-    assert f"eval/loss {float(-before[0] / before[1]):.4g}" in log
+    assert f"held-out loss {float(-before[0] / before[1]):.4g}" in log
     assert summary["validation_loss"] == found[-1]["eval/loss"]
     assert summary["validation/loss_after"] == found[-1]["eval/loss"]
     assert summary["validation/loss_before"] > summary["validation/loss_after"]

@@ -76,7 +76,7 @@ def write_peft(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
             str(folder),
-            "something that exists",
+            "a file or a folder with files",
             "a new or empty directory",
             "Choose another directory or remove this one.",
         )

@@ -49,13 +49,13 @@ def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lo
             continue
         chunk, _, path = module.partition("/")
         projections = [r.hf.removesuffix(f".{HF_A}") for r in regions[f"{module}.{A}"]]
-        rows, places = _rows(regions[f"{module}{WEIGHT}"], projections)
+        rows, places = _output_rows(regions[f"{module}{WEIGHT}"], projections)
         linear = chunks[int(chunk)].get_submodule(path)
         num_columns = layout.shapes[f"{module}.{A}"][1]
         _adapt(linear, len(projections), num_columns, rows, places, lora)
 
 
-def _rows(
+def _output_rows(
     regions: Sequence[Region], projections: Sequence[str]
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Returns which rows of a layer's output its adapters change.
@@ -120,6 +120,39 @@ def _adapt(
         self.return_layernorm_output = True
 
 
+class _Added(torch.autograd.Function):
+    """Adds s B h to a linear layer's output in place; h is A x.
+
+    A sum out of place would copy the output first. Nothing needs the output before the sum, because
+    the gradients of a linear layer do not depend on its output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, inner: torch.Tensor, b: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inner, b)
+        ctx.scale = scale
+        # `data`, because autograd refuses changes of what transformer-engine's functions return.
+        _rows(output.data).addmm_(_rows(inner), b.T, alpha=scale)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        inner, b = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.size(-1))
+        grad_inner = grad_b = None
+        if ctx.needs_input_grad[1]:
+            grad_inner = (rows @ b).mul_(ctx.scale).view_as(inner)
+        if ctx.needs_input_grad[2]:
+            grad_b = (rows.T @ _rows(inner)).mul_(ctx.scale)
+        return grad, grad_inner, grad_b, None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, tensor.size(-1))
+
+
 @cache
 def _with_adapters(base: type) -> type:
     """Returns a subclass of a linear layer's class that adds the adapters' output."""
@@ -144,10 +177,7 @@ def _with_adapters(base: type) -> type:
                 inner = gather_from_sequence_parallel_region(
                     inner, tensor_parallel_output_grad=True, group=self.lora_group
                 )
-            flat = torch.addmm(
-                output.flatten(0, -2), inner.flatten(0, -2), self._spread().T, alpha=self.lora_scale
-            )
-            return flat.view_as(output)
+            return _Added.apply(output, inner, self._spread(), self.lora_scale)
 
         def _spread(self) -> torch.Tensor:
             """Returns B as one matrix from the stacked A x to all output rows."""

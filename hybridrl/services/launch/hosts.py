@@ -69,7 +69,9 @@ def read_hostfile(file: Path) -> list[Host]:
         found = re.fullmatch(r"slots\s*=\s*(\S+)", " ".join(rest)) if rest else None
         count = "1" if not rest else found[1] if found else ""
         if name.startswith(("-", "slots=")) or not re.fullmatch(r"[1-9][0-9]{0,5}", count):
-            allowed = "name slots=N, N an integer from 1" if count or name else "name slots=N"
+            allowed = (
+                "name slots=N, N an integer of at least 1" if count or name else "name slots=N"
+            )
             wrong.append(
                 UserError(f"{file}, line {number}", text, allowed, "Correct or remove the line.")
             )

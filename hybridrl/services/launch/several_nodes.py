@@ -111,7 +111,7 @@ def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) ->
     slots = slots or (int(each) if each and each.isdigit() else 0)
     for name, value in (("--nodes", nodes), ("--slots", slots)):
         if not value:
-            raise UserError(name, MISSING, "an integer from 1", f"Add {name}.")
+            raise UserError(name, MISSING, "an integer of at least 1", f"Add {name}.")
     return nodes, slots
 
 
