@@ -14,5 +14,5 @@ WORKER = str(Path(__file__).with_name("lora_worker.py"))
 @pytest.mark.dist
 def test_peft_directory_comes_back_bitwise_and_checkpoints_move(tmp_path: Path) -> None:
     """TP2 and PP2, each of which continues from a checkpoint of the other."""
-    save_tiny_models(tmp_path, ("qwen2",))
-    run_ranks(2, WORKER, [str(tmp_path), "qwen2", "2,1,1,1,files", "1,2,1,1,files"], 300)
+    save_tiny_models(tmp_path, ("qwen2", "phi3"))
+    run_ranks(2, WORKER, [str(tmp_path), "qwen2,phi3", "2,1,1,1,files", "1,2,1,1,files"], 300)

@@ -203,8 +203,9 @@ def _with_adapters(base: type) -> type:
                 tp_group=group,
                 dp_cp_group=metadata["dp_cp_group"],
             )
-            if prefix.endswith("linear_fc1.") and self.lora_num_projections > 1:
-                # Megatron's feed-forward layer does this for the weight.
+            if prefix.endswith("linear_fc1.") and len(self.lora_places) == self.weight.size(0):
+                # B has rows of gate and up, which are sharded separately. Megatron's feed-forward
+                # layer does this for the weight.
                 found[prefix + B] = apply_swiglu_sharded_factory(found[prefix + B], sharded_offsets)
             return found
 
