@@ -74,8 +74,10 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
             other's memory.
     """
     wanted = config.rollout.transport
-    released = config.train.release_weights_in_rollout
-    if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
+    if wanted == "packed" or world.size == 1:
+        return None
+    # Weights with adapters are not only the parameters: s B and merged weights are computed.
+    if wanted == "auto" and (config.train.release_weights_in_rollout or config.lora.is_on):
         return None
     if wanted == "auto" and world.platform.is_cpu:
         return None  # peer memory is not faster on CPU

@@ -62,8 +62,9 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
 
     Assumes that GPUs of one node can read each other's memory.
     """
-    far = assumed is None or assumed.cluster.nodes > 1 or config.train.release_weights_in_rollout
-    return "packed" if far or config.rollout.transport == "packed" else "peer"
+    far = assumed is None or assumed.cluster.nodes > 1
+    is_computed = config.train.release_weights_in_rollout or config.lora.is_on
+    return "packed" if far or is_computed or config.rollout.transport == "packed" else "peer"
 
 
 def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -> FullestRank:
