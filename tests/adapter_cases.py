@@ -28,12 +28,7 @@ def with_adapter(model: torch.nn.Module, lora: Lora, targets: list[str], seed: i
         task_type="CAUSAL_LM",
     )
     wrapped = get_peft_model(model, config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                scale = 0.6 * parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.3
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    draw_adapter(wrapped, seed)
     return wrapped
 
 

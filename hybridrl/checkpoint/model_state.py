@@ -205,7 +205,7 @@ def sharded_state(
 
 def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all weights, trained and frozen, so that a checkpoint can be loaded without other
-    files. Of a model with LoRA adapters, only what is trained is saved.
+    files. Only the trained parameters of a model with LoRA adapters are returned.
     """
     return {
         f"model{index}": _saved_weights(model, chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]

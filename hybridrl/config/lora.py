@@ -32,3 +32,10 @@ class LoraConfig(Section):
     def is_on(self) -> bool:
         """Whether the run trains adapters."""
         return self.rank is not None or self.path is not None
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the policy's model without its adapters. With `full`, other
+        parts change as well, so the reference is a second model.
+        """
+        return self.is_on and not self.full

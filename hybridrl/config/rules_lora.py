@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridrl.config.placement import RoleRanks
 from hybridrl.config.schema import Config, LoraConfig
 from hybridrl.errors import UserError
 
@@ -26,6 +27,16 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
         if name not in ("embeddings", "head", "norms"):
             allowed = "embeddings, head, norms"
             yield UserError("lora.full", name, allowed, "Correct the name, or remove it.")
+    if lora.shares_reference and config.placement.reference != RoleRanks():
+        yield UserError(
+            "placement.reference",
+            "ranks or sizes",
+            "nothing with lora, whose reference is the policy's own model",
+            "Remove placement.reference.",
+        )
+    if config.rollout.transport == "peer":
+        allowed = "auto or packed with lora, because engines receive tensors that are computed"
+        yield UserError("rollout.transport", "peer", allowed, "Set rollout.transport=auto.")
     off: dict[str, object] = {
         "train.freeze": ", ".join(train.freeze),
         "train.fuse_param_gather": train.fuse_param_gather,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import torch
@@ -27,6 +27,7 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
+from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.score_token import BEFORE_LAST, LAST
@@ -307,10 +308,11 @@ def make_roles(
     policy = Policy(model, algorithm, num_policy_updates, temperature)
     trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None
-    if roles.has_reference and has_reference and lora is not None:
+    if roles.has_reference and has_reference and config.lora.shares_reference:
         reference = Policy(model, algorithm, num_policy_updates, temperature, uses_adapters=False)
     elif roles.has_reference and has_reference:
-        models["reference"] = frozen = _build(meshes, "reference", source, config)
+        base = replace(source, family=base_of(source.family), base=None)
+        models["reference"] = frozen = _build(meshes, "reference", base, config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None

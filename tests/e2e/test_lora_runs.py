@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from small_runs import small_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (2, 5, 9)]
@@ -86,3 +87,23 @@ def test_adapters_are_trained_converted_evaluated_and_continued(base: Path, tmp_
         trainer.fit()
     state = json.loads((tmp_path / "b" / "checkpoints" / "step_2" / "state.json").read_text())
     assert state["lora"]["rank"] == 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("full", ["[]", "[embeddings, norms]"])
+def test_reference_is_the_model_before_training(base: Path, tmp_path: Path, full: str) -> None:
+    """Also if some parts are trained completely, so that turning adapters off is not enough."""
+    before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    knobs = ["model.init=null", f"model.path={base}", "rollout.engine=hf", "steps.num_steps=2"]
+    knobs += ["train.learning_rate=0.05", "algorithm.kl_coef=0.01", f"lora.full={full}"]
+    tokens = (5, 9, 3, 7, 11, 4)
+    prompts = [Prompt(0, "", tokens[:2], {}, tokens[2:])]
+    with small_run(tmp_path, *knobs, "run.name=r", "lora.rank=4") as trainer:
+        trainer.fit()
+        batch = TrainBatch.supervised(prompts, Producer.here("the test"))
+        found, now = (role.logprobs(batch, 1.0) for role in (trainer.reference, trainer.policy))
+    with torch.no_grad():
+        logp_SV = before(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = torch.stack([logp_SV[at - 1, tokens[at]] for at in range(2, len(tokens))])
+    assert float((found[2:].cpu() - expected).abs().max()) < 1e-5
+    assert float((now[2:].cpu() - expected).abs().max()) > 1e-2, "nothing was learned"

@@ -59,6 +59,14 @@ def test_written_directory_is_accepted(peft: Path) -> None:
     assert content["target_modules"] == ["down_proj", "q_proj"]
 
 
+def test_part_that_the_model_lacks_is_named() -> None:
+    tied = replace(SHAPE, tied_embeddings=True)
+    full = LoraConfig(rank=4, full=("head",))
+    (error,) = lora_rules(full, FAMILY, tied)
+    assert "lora.full: got head" in str(error) and "name embeddings" in str(error)
+    assert not list(lora_rules(full, FAMILY, replace(SHAPE, tied_embeddings=False)))
+
+
 def test_unknown_target_and_large_rank_are_refused() -> None:
     text = said(LoraConfig(rank=4, targets=("q_porj",)))
     assert "lora.targets: got q_porj" in text and "Did you mean 'q_proj'?" in text
@@ -127,6 +135,8 @@ def test_adapter_of_another_model_and_missing_files_are_named(peft: Path) -> Non
             ["lora.rank=4", "train.release_weights_in_rollout=true"],
             "train.release_weights_in_rollout",
         ),
+        (["lora.rank=4", "rollout.transport=peer"], "rollout.transport"),
+        (["lora.rank=4", "placement.reference.tp=2"], "placement.reference"),
         (["lora.rank=4", "lora.full=[heads]"], "lora.full"),
         (["lora.alpha=4"], "lora.alpha"),
         (["lora.path=x", "lora.rank=4"], "lora.rank"),

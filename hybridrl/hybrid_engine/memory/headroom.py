@@ -36,8 +36,8 @@ def allocator_flushes() -> int:
 class Headroom:
     """Decides before each phase change whether the memory of both phases stays allocated.
 
-    Each rank measures its own `spare_bytes`. All ranks decide from the values of all ranks, and
-    thus alike.
+    Each rank measures its own `spare_bytes`. All ranks decide from the values of all ranks, so
+    they reach the same decision.
 
     Args:
         measure: Function that returns free and total bytes.

@@ -17,6 +17,7 @@ from hybridrl.models.adapters.peft_directory import (
 )
 from hybridrl.models.adapters.rows import adapted, adapter_rules, only_adapters
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.trainable import PARTS
 from hybridrl.models.weights import hf_shapes
 
 DEFAULT_ALPHA = 32.0
@@ -52,10 +53,23 @@ def lora_rules(section: LoraConfig, family: Family, shape: ModelShape) -> Iterat
         lora = lora_of(section)
         if lora is None:
             return
-        found = list(adapter_rules(lora, family, shape))
+        found = [*adapter_rules(lora, family, shape), *_full_rules(lora, family, shape)]
         yield from found
         if section.path is not None and not found:
             with_adapters = only_adapters(adapted(family, lora))
             check_peft(read_peft(section.path), hf_shapes(with_adapters, shape))
     except UserError as error:
         yield error
+
+
+def _full_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[UserError]:
+    """Yields an error for each part in `lora.full` that the model does not have."""
+    rows = family.rows(shape)
+    for name in lora.full:
+        is_part = PARTS.get(name)
+        if is_part is None or any(map(is_part, rows)):
+            continue  # unknown names violate a rule of the section
+        remedy = "Remove it."
+        if name == "head" and shape.tied_embeddings:
+            remedy = "The model's output layer is its embedding: name embeddings to train both."
+        yield UserError("lora.full", name, "parts that the model has", remedy)

@@ -131,7 +131,7 @@ class RoleModel:
             vocabulary head, like the policy.
         freeze: Parts that stay frozen although the model is trained.
         shares_weights: Whether its weights are the policy's frozen weights, so that it needs no
-            memory of its own: the reference of a policy with adapters.
+            separate memory: the reference of a policy with adapters.
     """
 
     role: str
@@ -252,7 +252,8 @@ def role_models(
     base, family = family, adapted(family, lora)
     found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:
-        found.append(RoleModel("reference", base, shape, shares_weights=lora is not None))
+        is_shared = config.lora.shares_reference
+        found.append(RoleModel("reference", base, shape, shares_weights=is_shared))
     if models.has_critic:  # a second model, also with adapters
         found.append(RoleModel("critic", family, shape, is_trained=True, freeze=freeze))
     if models.has_teacher and (hf_config := read_teacher(config)) is not None:
