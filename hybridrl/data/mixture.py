@@ -120,23 +120,27 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
 
     The tokens of a prompt determine to which part the prompt belongs. Equal prompts therefore stay
     together, and adding rows does not move any other prompt. All samples of one chat go to the same
-    part.
+    part. If the share of a small file would leave a part empty, the prompt nearest to the limit goes
+    to that part.
 
     Raises:
-        DataError: One of the parts would be empty.
+        DataError: All prompts are equal, or come from one chat.
     """
     numbers, values = shares(loaded.prompts)
     # The samples of a chat share one number and are contiguous; the first sample decides.
     _, first, samples = np.unique(numbers, return_index=True, return_inverse=True)
-    is_held = (values < share)[first][samples]
-    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-    if not len(held) or not len(kept):
+    value_of_chat = values[first]
+    lowest, highest = value_of_chat.min(), value_of_chat.max()
+    if lowest == highest:
         raise DataError(
             "data.eval_share",
-            f"{share}, which holds out {len(held)} of {len(loaded.prompts)} prompts",
-            "a share that leaves prompts for both training and evaluation",
-            "Change data.eval_share, or set data.eval_prompts.",
+            f"{share} of {len(loaded.prompts)} equal prompts",
+            "at least 2 different prompts, one to train on and one to evaluate on",
+            "Add rows, or set data.eval_prompts and data.eval_share=0.",
         )
+    limit = np.clip(share, np.nextafter(lowest, 1), highest)
+    is_held = (value_of_chat < limit)[samples]
+    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
     trained = select_prompts(loaded.prompts, kept)
     sources = loaded.sources[kept]
     return replace(loaded, prompts=trained, sources=sources), select_prompts(loaded.prompts, held)

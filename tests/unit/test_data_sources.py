@@ -217,8 +217,21 @@ def test_held_out_prompts_are_a_stable_share(tmp_path):
     assert Counter(p.text for p in held).most_common()[-1][1] == 2
     _, more = loaded(write(tmp_path / "r.jsonl", [{"prompt": "new"}, *rows]))
     assert {p.text for p in hold_out(more, 0.2)[1]} - {"new"} == {p.text for p in held}
-    with pytest.raises(DataError, match=r"data\.eval_share.*holds out 0 of 1000"):
-        hold_out(found, 1e-9)
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.05, 0.999999])
+def test_a_share_of_a_small_file_leaves_prompts_for_both_parts(tmp_path, share):
+    _, found = loaded(write(tmp_path / "r.jsonl", [{"prompt": f"prompt {i}"} for i in range(8)]))
+    kept, held = hold_out(found, share)
+    assert kept.prompts and held
+    assert len(kept.prompts) + len(held) == 8
+    assert 1 in (len(kept.prompts), len(held))
+
+
+def test_a_share_of_equal_prompts_is_refused(tmp_path):
+    _, found = loaded(write(tmp_path / "r.jsonl", [{"prompt": "one"}, {"prompt": "one"}]))
+    with pytest.raises(DataError, match=r"data\.eval_share.*2 equal prompts"):
+        hold_out(found, 0.5)
 
 
 MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "grpo"}}
