@@ -120,8 +120,8 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
 
     The tokens of a prompt determine to which part the prompt belongs. Equal prompts therefore stay
     together, and adding rows does not move any other prompt. All samples of one chat go to the same
-    part. If the share of a small file would leave a part empty, the prompt nearest to the limit goes
-    to that part.
+    part. If the share of a small file would leave a part empty, it gets the prompt nearest to the
+    limit.
 
     Raises:
         DataError: All prompts are equal, or come from one chat.
