@@ -23,12 +23,13 @@ PACKAGE = ROOT / "hybridrl"
 
 # A part may import parts of a lower number and itself, and what EXTRA grants.
 LEVELS = {
-    "cli": 9,
-    "services": 8,
-    "debug": 8,
-    "loop": 7,
-    "generation": 6,
-    "roles": 6,
+    "cli": 10,
+    "services": 9,
+    "debug": 9,
+    "loop": 8,
+    "generation": 7,
+    "roles": 7,
+    "agents": 6,
     "training": 5,
     "rollout": 5,
     "rewards": 5,
@@ -129,6 +130,7 @@ TORCH_FREE = [
     "versions.py",
     "config/*.py",
     "environments/*.py",
+    "agents/*.py",
     "cli/*.py",
     "services/launch/*.py",
     "services/cluster_check/*.py",

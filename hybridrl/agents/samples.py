@@ -1,0 +1,181 @@
+"""Rows of training data from an agent's session, and which of them are trained. Does not import
+torch.
+
+A row is one path from the first prompt of a conversation to its last turn. Branches of a
+conversation are several rows, which share tokens at the beginning. Invariant: among the rows that
+`trained_once` returns, every sampled token is trained in exactly one row, the earliest that
+contains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.contracts.blobs import Blobs
+from hybridrl.errors import UserError
+from hybridrl.rollout.engine import FinishReason, Versions
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Limits of a session; None means no limit.
+
+    Args:
+        max_turns: Maximum number of turns.
+        max_turn_tokens: Maximum number of sampled tokens in a turn.
+        max_sampled_tokens: Maximum number of sampled tokens in all turns together.
+        max_row_tokens: Maximum number of tokens in a prompt and its turn. The engine's limit holds
+            in any case.
+    """
+
+    max_turns: int | None = None
+    max_turn_tokens: int | None = None
+    max_sampled_tokens: int | None = None
+    max_row_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sampled tokens of one turn in a row.
+
+    Args:
+        turn: Number of the turn in its session.
+        start: Index of the turn's first token in `Row.tokens`.
+        num_tokens: Number of tokens. It is one less than the turn has if the chat template replaced
+            the turn's end token with another.
+    """
+
+    turn: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One path of a conversation, as training receives it.
+
+    Args:
+        prompt: Token ids before the first sampled token.
+        tokens: All later token ids.
+        logps: Log-probability with which each of `tokens` was sampled; 0 for tokens that were not
+            sampled.
+        observed: For each of `tokens`, whether it is not trained: it was not sampled, or another
+            row trains it.
+        versions: Runs (version, number of tokens) of `tokens`. Tokens that were not sampled belong
+            to the run of the preceding turn.
+        finish_reason: Why the last turn ended.
+        spans: Sampled tokens of each turn, in order.
+        blobs: Blobs of `prompt` and `tokens`, by name.
+        messages: Conversation, ending with the last turn; empty if the client sent token ids.
+        tools: Tools that the client offered.
+        text: Text of the last turn, with reasoning and tool calls.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    observed: tuple[bool, ...]
+    versions: Versions
+    finish_reason: FinishReason
+    spans: tuple[Span, ...]
+    blobs: Blobs = field(default_factory=dict, compare=False)
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()
+    text: str = ""
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns in the row."""
+        return len(self.spans)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that the row trains."""
+        return self.observed.count(False)
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """Result of a session.
+
+    Args:
+        sample_key: Number that `Sessions.open` received.
+        row: Row of the data that the session worked on.
+        rows: Rows to train on, in the order in which their last turns finished.
+        num_turns: Number of finished turns.
+        counts: Number of events by name: `malformed_calls`, `aborted_turns`, `replayed_requests`,
+            `undelivered_turns`, `conversations`, `replaced_ends`, `refused_requests`.
+    """
+
+    sample_key: int
+    row: Any
+    rows: tuple[Row, ...]
+    num_turns: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+Picker = Callable[[Sequence[Row]], Sequence[Row]]
+"""Returns the rows to train on, a subset of the given rows. Before picking, every row trains all of
+its sampled tokens.
+"""
+
+
+def pick_all(rows: Sequence[Row]) -> Sequence[Row]:
+    """Returns every row."""
+    return rows
+
+
+def pick_last(rows: Sequence[Row]) -> Sequence[Row]:
+    """Returns the row whose last turn finished last."""
+    return rows[-1:]
+
+
+def pick_longest(rows: Sequence[Row]) -> Sequence[Row]:
+    """Returns the row with the most sampled tokens; the earliest of several."""
+    return [max(rows, key=lambda row: row.num_trained)] if rows else []
+
+
+PICKERS: dict[str, Picker] = {"all": pick_all, "last": pick_last, "longest": pick_longest}
+
+
+def picked(rows: Sequence[Row], picker: Picker) -> tuple[Row, ...]:
+    """Returns the rows that `picker` chooses, in their own order, so that each sampled token is
+    trained once.
+
+    Raises:
+        UserError: The picker returned a row that it was not given.
+    """
+    places = {id(row): place for place, row in enumerate(rows)}
+    found = list(picker(rows))
+    if strange := [row for row in found if id(row) not in places]:
+        raise UserError(
+            "agent.rows",
+            f"a function that returned {type(strange[0]).__name__} objects that it was not given",
+            "a function that returns some of the rows that it receives, unchanged",
+            "Return the rows themselves.",
+        )
+    chosen = {places[id(row)] for row in found}
+    return trained_once([row for place, row in enumerate(rows) if place in chosen])
+
+
+def trained_once(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Marks tokens that an earlier row trains as observed, with log-probability 0. Drops rows that
+    train nothing.
+    """
+    num_trained: dict[int, int] = {}  # number of leading tokens of each turn that are trained
+    kept = []
+    for row in rows:
+        observed = list(row.observed)
+        for span in row.spans:
+            done = min(num_trained.get(span.turn, 0), span.num_tokens)
+            observed[span.start : span.start + done] = [True] * done
+            num_trained[span.turn] = max(num_trained.get(span.turn, 0), span.num_tokens)
+        if not all(observed):
+            pairs = zip(row.logps, observed, strict=True)
+            logps = tuple(0.0 if is_observed else logp for logp, is_observed in pairs)
+            kept.append(replace(row, logps=logps, observed=tuple(observed)))
+    return tuple(kept)
