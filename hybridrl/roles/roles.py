@@ -215,14 +215,19 @@ class Roles:
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns the factor by which sharing prompts reduces the model FLOPs of the policy's
-        update; {} if samples do not share prompts.
+        """Returns the share of positions that another sample computes, and the factor by which
+        sharing prompts reduces the model FLOPs of the policy's update; {} if samples do not share
+        prompts.
         """
         policy = self.policy.model
         if not policy.planner.shares_prompts or "policy" not in self.trained:
             return {}
-        computed = _update_flops(policy, batch, policy.planner.shared_tokens(batch))
-        return {"train/shared_prompts_speedup": _update_flops(policy, batch) / max(computed, 1)}
+        shared = policy.planner.shared_tokens(batch)
+        computed = _update_flops(policy, batch, shared)
+        return {
+            "train/shared_positions": sum(shared) / int(batch.lengths_B.sum()),
+            "train/shared_prompts_speedup": _update_flops(policy, batch) / max(computed, 1),
+        }
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:

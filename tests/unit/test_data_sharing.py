@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
-from hybridrl.training.batches.balance import schedule
+from hybridrl.training.batches.balance import Schedule, schedule
 from hybridrl.training.batches.collation import micro_batch, unpack
 from hybridrl.training.batches.prompt_sharing import (
-    PART_OF_BUDGET,
-    UNITS_A_RANK,
+    KEY_ROWS_OF_BUDGET,
     ScheduleInputs,
+    Unit,
     make_units,
     schedule_lookups,
     schedule_samples,
@@ -44,11 +46,10 @@ def test_units_hold_every_sample_once_and_count_what_attends(seed: int) -> None:
     budget, num_ranks = 400, 1 + seed % 3
     units = make_units(prompts, prompt_lengths, lengths, num_ranks, budget)
     assert sorted(sample for unit in units for sample in unit.samples) == list(range(60))
-    most = min(budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
     assert len(units) < 60
     for unit in units:
         assert len({prompts[sample] for sample in unit.samples}) == 1
-        assert unit.tokens <= most or len(unit.samples) == 1
+        assert unit.tokens <= budget
         prefix = prompt_lengths[unit.samples[0]] - 1 if len(unit.samples) > 1 else 0
         assert unit.prefix == prefix
         tails = [lengths[sample] - prefix for sample in unit.samples]
@@ -61,6 +62,71 @@ def test_units_hold_every_sample_once_and_count_what_attends(seed: int) -> None:
     )
     dealt = sorted(unit for rank in found for pack in rank for unit in pack)
     assert dealt == list(range(len(units)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "group", "num_prompts", "num_ranks", "budget", "num_units"),
+    [
+        (256, 512, 8, 32, 2, 32_768, 32),  # short prompts: whole groups
+        (16_384, 1024, 4, 8, 2, 32_768, 8),  # a whole group is over a third of the budget
+        (16_384, 1024, 8, 8, 1, 32_768, 8),
+        (16_384, 1024, 16, 8, 2, 32_768, 16),  # a group exceeds the budget, and is cut in half
+        (16_384, 1024, 8, 1, 2, 32_768, 2),  # both ranks have work
+        (31_000, 1024, 4, 8, 2, 32_768, 32),  # no two samples fit together
+    ],
+)
+def test_units_of_long_prompts_hold_as_many_samples_as_fit(
+    prompt: int,
+    response: int,
+    group: int,
+    num_prompts: int,
+    num_ranks: int,
+    budget: int,
+    num_units: int,
+) -> None:
+    count = group * num_prompts
+    prompts = [sample // group for sample in range(count)]
+    units = make_units(prompts, [prompt] * count, [prompt + response] * count, num_ranks, budget)
+    assert len(units) == num_units
+    assert max(unit.tokens for unit in units) <= budget
+    assert len({len(unit.samples) for unit in units}) == 1
+
+
+def test_copies_of_a_long_prompt_are_limited() -> None:
+    budget = 32_768
+    units = make_units([0] * 64 + [1] * 64, [16_384] * 128, [16_640] * 128, 1, budget)
+    assert sorted(sample for unit in units for sample in unit.samples) == list(range(128))
+    assert 8 < len(units) < 32
+    assert max(unit.key_rows for unit in units) <= KEY_ROWS_OF_BUDGET * budget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_large_units_never_make_the_costliest_rank_more_expensive(seed: int) -> None:
+    draw = random.Random(seed)
+    group, num_ranks, budget = draw.randint(2, 9), draw.randint(1, 4), 1000
+    prompts = [sample // group for sample in range(group * draw.randint(1, 12))]
+    of_prompt = [draw.randint(1, 800) for _ in range(len(prompts))]
+    prompt_lengths = [of_prompt[p] for p in prompts]
+    lengths = [length + draw.randint(1, 200) for length in prompt_lengths]
+    inputs = ScheduleInputs(
+        tuple(lengths), tuple(prompts), tuple(prompt_lengths), 1, num_ranks, budget, 1, 10_000
+    )
+    alone = replace(inputs, prompt_lengths=None)
+
+    def costliest(assignments: Schedule, shares: bool) -> int:
+        found = []
+        for micro_batches in assignments:
+            cost = 0
+            for micro in micro_batches:
+                for _, run in groupby(micro, key=prompts.__getitem__):
+                    own = list(run)
+                    prefix = prompt_lengths[own[0]] - 1 if shares and len(own) > 1 else 0
+                    unit = Unit(tuple(own), prefix, tuple(lengths[i] for i in own))
+                    cost += unit.tokens * 10_000 + unit.attended
+            found.append(cost)
+        return max(found)
+
+    assert costliest(schedule_samples(inputs), True) <= costliest(schedule_samples(alone), False)
 
 
 def test_one_long_group_is_cut_so_that_every_rank_has_work() -> None:

@@ -133,10 +133,12 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
         "logprobs": one,
         "update": 3 * one + 3 * of_sft + (2 + 3) * of_pairs,
     }
-    assert roles.sharing(sft) == {"train/shared_prompts_speedup": 1.0}
+    names = ("train/shared_positions", "train/shared_prompts_speedup")
+    assert roles.sharing(sft) == dict(zip(names, (0.0, 1.0), strict=True))
     shared[id(sft)] = [0, 1]  # the second's first token is computed with the first sample
     assert roles.flops(sft, 0, {})["update"] == 3 * (of_sft - body - pair)
-    speedup = roles.sharing(sft)["train/shared_prompts_speedup"]
+    positions, speedup = map(roles.sharing(sft).get, names)
+    assert positions == pytest.approx(1 / 7)
     assert speedup == pytest.approx(of_sft / (of_sft - body - pair))
     warming_up = replace(roles, num_critic_warmup_steps=1)
     assert warming_up.flops(main, 0, {})["update"] == 0

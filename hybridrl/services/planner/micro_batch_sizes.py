@@ -17,7 +17,13 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
-from hybridrl.training.batches.prompt_sharing import PART_OF_BUDGET, Unit, make_units, shared_prefix
+from hybridrl.training.batches.prompt_sharing import (
+    KEY_ROWS_OF_BUDGET,
+    PART_OF_BUDGET,
+    Unit,
+    make_units,
+    shared_prefix,
+)
 
 KEPT = 4096  # number of cached packings; a search uses a few hundred
 
@@ -110,6 +116,28 @@ def usual_micro_batches(
     return found
 
 
+def positions_of_update(
+    config: Config, shape: ModelShape, layout: TrainLayout
+) -> tuple[int, int] | None:
+    """Returns how many positions an update of usual samples computes, and how many it would compute
+    if samples did not share prompts; None if they do not.
+    """
+    per_prompt = config.steps.samples_per_prompt
+    if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, layout.cp):
+        return None
+    lengths, num_samples = Lengths.of(config), samples_of_update(config)
+    length = lengths.prompt + lengths.response
+    units = make_units(
+        [sample // per_prompt for sample in range(num_samples)],
+        [lengths.prompt] * num_samples,
+        [length] * num_samples,
+        layout.dp,
+        max(config.train.micro_batch_tokens, length),
+        attention_length(shape),
+    )
+    return sum(unit.tokens for unit in units), num_samples * length
+
+
 def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
     """Returns the largest possible micro-batch for any response lengths.
 
@@ -131,10 +159,12 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
         return MicroBatchSize(positions, positions)
     # Each sample stores the prompt's last token and at least one response token.
     own = 2 * per_prompt
-    prefix = min(shared_prefix(prompt, per_prompt), max(0, budget // PART_OF_BUDGET - own))
+    prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - own))
     num_prompts = min(positions / (prefix + own), share / per_prompt)
-    copied = ceil(num_prompts * (per_prompt - 1) * prefix)
-    return MicroBatchSize(positions, positions + copied)
+    copied = (per_prompt - 1) * prefix
+    if prefix + own > budget // PART_OF_BUDGET:
+        copied = min(copied, KEY_ROWS_OF_BUDGET * budget)
+    return MicroBatchSize(positions, positions + ceil(num_prompts * copied))
 
 
 def _has_samples(config: Config) -> bool:
@@ -175,6 +205,7 @@ def _packed(
             [length] * num_samples,
             num_ranks,
             token_budget,
+            attention,
         )
     else:
         units = [Unit((sample,), 0, (length,)) for sample in range(num_samples)]

@@ -26,15 +26,17 @@ from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import positions_summary
-from hybridrl.models.family import read_model
+from hybridrl.models.family import ModelShape, read_model
 from hybridrl.models.trainable import synced_family, trained_summary
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict
 from hybridrl.services.planner.hardware import Assumptions, ClusterFile, assume, merged
+from hybridrl.services.planner.micro_batch_sizes import positions_of_update
 from hybridrl.services.planner.phase_memory import (
     Memory,
     RankMemory,
@@ -63,6 +65,7 @@ ADDED = (
     "positions",
     "trained",
     "lora",
+    "update_positions",
     "order",
     "ranks",
     "assumptions",
@@ -161,6 +164,7 @@ def _report(
         "positions": positions_summary(hf_config, config.longest_sequence()),
         "trained": trained_summary(config.train.freeze, family, shape) or None,
         "lora": _lora(config, roles, laid, itemsize, node),
+        "update_positions": _update_positions(config, shape, laid.layout),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,
@@ -242,6 +246,13 @@ def _memories(
         )
         for ranks, held in held_by_ranks(models, laid, itemsize, transport)
     ]
+
+
+def _update_positions(
+    config: Config, shape: ModelShape, layout: TrainLayout
+) -> dict[str, int] | None:
+    found = positions_of_update(config, shape, layout)
+    return None if found is None else dict(zip(("computed", "unshared"), found, strict=True))
 
 
 def _lora(

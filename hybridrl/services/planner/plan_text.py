@@ -86,6 +86,12 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             "         ranks generate with experts that they train where possible: a rank receives "
             f"at most {used}; if experts were assigned in order, it would be {in_order}"
         )
+    if positions := report["update_positions"]:
+        computed, unshared = positions["computed"], positions["unshared"]
+        yield (
+            f"prompts  samples of a prompt share its tokens: an update computes {computed:,} "
+            f"positions instead of {unshared:,} ({unshared / computed:.1f}x fewer)"
+        )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     if step := report["step"]:

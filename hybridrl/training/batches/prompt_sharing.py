@@ -8,19 +8,26 @@ whole.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
-from hybridrl.training.batches.balance import Schedule, schedule
+from hybridrl.training.batches.balance import DEFAULT_ATTENTION_LENGTH, Schedule, schedule
 from hybridrl.training.batches.packing import check_lengths, even_sizes
 
-# A unit fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be filled
-# well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be divided
-# evenly.
+# A unit usually fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be
+# filled well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be
+# divided evenly. Units of long prompts may be larger, up to a whole micro-batch, if a larger unit
+# makes the costliest rank cheaper by at least LEAST_GAIN.
 PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
+LEAST_GAIN = 0.02
+# Attention copies the keys and values of a prompt for each sample of its unit (attention.py). A
+# large unit may have at most this many rows of keys per token of the budget, so that the copies
+# need less memory than the activations.
+KEY_ROWS_OF_BUDGET = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class Unit:
     def tokens(self) -> int:
         """Number of positions that the unit occupies."""
         return self.prefix + sum(length - self.prefix for length in self.lengths)
+
+    @property
+    def key_rows(self) -> int:
+        """Number of rows of keys that attention reads: the prefix counts once per sample."""
+        return sum(self.lengths)
 
     @property
     def attended(self) -> int:
@@ -156,7 +168,7 @@ def _schedule_part(inputs: ScheduleInputs) -> Schedule:
     if inputs.prompt_lengths is None:
         return schedule(lengths, *given, attention_length=attention)
     check_lengths(lengths, inputs.token_budget)
-    units = make_units(inputs.groups, inputs.prompt_lengths, lengths, *given[:2])
+    units = make_units(inputs.groups, inputs.prompt_lengths, lengths, *given[:2], attention)
     tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
     assignments = schedule(tokens, *given, attended=attended, attention_length=attention)
     return [
@@ -171,33 +183,94 @@ def make_units(
     lengths: Sequence[int],
     num_ranks: int,
     token_budget: int,
+    attention_length: int = DEFAULT_ATTENTION_LENGTH,
 ) -> list[Unit]:
     """Groups samples of the same prompt into units.
+
+    A larger unit computes its prompt for more samples at once, but leaves fewer units to divide
+    among the ranks. Tries unit sizes from a part of the micro-batch up to a whole one, and takes
+    the size whose costliest rank is the cheapest.
 
     Args:
         prompts: Group of each sample; samples of one prompt have the same group.
         prompt_lengths, lengths: Number of tokens in each sample's prompt, and in the whole sample.
         num_ranks: Data-parallel size.
         token_budget: Maximum number of tokens in a micro-batch.
+        attention_length: See balance.DEFAULT_ATTENTION_LENGTH.
     """
-    most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
     by_prompt: dict[int, list[int]] = {}
     for sample, prompt in enumerate(prompts):
         by_prompt.setdefault(prompt, []).append(sample)
-    units = []
-    for samples in by_prompt.values():
-        prefix = shared_prefix(prompt_lengths[samples[0]], 2)
-        members: list[int] = []
-        tokens = prefix
-        for sample in samples:
-            own = lengths[sample] - prefix
-            if members and tokens + own > most:
-                units.append(_unit(members, prefix, lengths))
-                members, tokens = [], prefix
-            members.append(sample)
-            tokens += own
-        units.append(_unit(members, prefix, lengths))
-    return units
+    groups = [(shared_prefix(prompt_lengths[own[0]], 2), own) for own in by_prompt.values()]
+    most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
+
+    def costliest_rank(units: Sequence[Unit]) -> int:
+        costs = [unit.tokens * attention_length + unit.attended for unit in units]
+        loads = [0] * num_ranks
+        for cost in sorted(costs, reverse=True):
+            heapq.heapreplace(loads, loads[0] + cost)
+        return max(loads)
+
+    best = [unit for prefix, own in groups for unit in _filled_units(own, prefix, lengths, most)]
+    least = costliest_rank(best)
+    while most < token_budget and len(best) > len(groups):
+        most = min(max(2 * most, 1), token_budget)
+        units = [
+            unit
+            for prefix, own in groups
+            for unit in _even_units(own, prefix, lengths, most, KEY_ROWS_OF_BUDGET * token_budget)
+        ]
+        cost = costliest_rank(units)
+        if cost < (1 - LEAST_GAIN) * least:
+            best, least = units, cost
+    return best
+
+
+def _filled_units(
+    samples: Sequence[int], prefix: int, lengths: Sequence[int], most: int
+) -> list[Unit]:
+    """Fills one unit after another with up to `most` tokens."""
+    units: list[Unit] = []
+    members: list[int] = []
+    tokens = prefix
+    for sample in samples:
+        own = lengths[sample] - prefix
+        if members and tokens + own > most:
+            units.append(_unit(members, prefix, lengths))
+            members, tokens = [], prefix
+        members.append(sample)
+        tokens += own
+    return [*units, _unit(members, prefix, lengths)]
+
+
+def _even_units(
+    samples: Sequence[int], prefix: int, lengths: Sequence[int], most: int, most_key_rows: int
+) -> list[Unit]:
+    """Divides the samples of a prompt into the smallest number of similar units that are within
+    both limits. A sample that exceeds a limit becomes a unit of its own.
+    """
+    by_length = sorted(samples, key=lambda sample: (-lengths[sample], sample))
+    own = sum(lengths[sample] - prefix for sample in samples)
+    fewest = max(
+        -(-own // max(most - prefix, 1)),
+        -(-sum(lengths[sample] for sample in samples) // most_key_rows),
+    )
+    for count in range(min(max(fewest, 1), len(samples)), len(samples) + 1):
+        bins = [(0, number) for number in range(count)]
+        members: list[list[int]] = [[] for _ in bins]
+        for sample in by_length:
+            tokens, number = bins[0]
+            heapq.heapreplace(bins, (tokens + lengths[sample] - prefix, number))
+            members[number].append(sample)
+        units = [_unit(sorted(unit), prefix, lengths) for unit in members]
+        is_within = all(
+            unit.tokens <= most and unit.key_rows <= most_key_rows
+            for unit in units
+            if len(unit.samples) > 1
+        )
+        if is_within:
+            return sorted(units, key=lambda unit: unit.samples)
+    raise AssertionError("units of one sample are always within the limits")
 
 
 def _unit(samples: Sequence[int], prefix: int, lengths: Sequence[int]) -> Unit:
