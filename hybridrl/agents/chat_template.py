@@ -1,0 +1,274 @@
+"""Renders conversations with a model's chat template so that sampled tokens stay as they are.
+
+The first request of a conversation is rendered whole. Later requests keep the tokens that the
+engine received and sampled, and only the text of new messages is rendered and tokenized, together
+with what the template writes between the turn and these messages. Templates put different tokens
+there: Qwen's writes a line break after the end token, GLM's begins the next message with the token
+at which the model stops, and gpt-oss's replaces the end token. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.agents.conversation import ASSISTANT, SYSTEM, USER, BadRequest, Conversation
+from hybridrl.agents.samples import Message
+from hybridrl.data.text_tokens import TextTokens
+
+_OPENED = re.compile(r"<think>\s*\Z")
+_REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+
+
+class TemplateError(BadRequest):
+    """The chat template rejects the messages."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Tokens that the model receives after the tokens of an earlier turn.
+
+    Args:
+        tokens: Token ids.
+        opens_reasoning: Whether the tokens end with an open `<think>`, so that the turn begins
+            inside the reasoning.
+        num_dropped: Number of tokens at the end of the earlier turn that the template replaces: 1
+            if it ends turns with another token than the sampled one, otherwise 0.
+    """
+
+    tokens: tuple[int, ...]
+    opens_reasoning: bool
+    num_dropped: int = 0
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        tokenizer: Tokenizer with a chat template; used from one thread only.
+        stop_token_ids: Tokens that end a turn.
+        arguments: Arguments of the template that the configuration sets.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._encoder = TextTokens(tokenizer)
+        self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._control = [token.content for token in added if token.special]
+        self._mark = f"mark-{secrets.token_hex(16)}"
+        text = str(getattr(tokenizer, "chat_template", None) or "")
+        self._reasoning_key = (
+            "thinking"
+            if ".thinking" in text and "reasoning_content" not in text
+            else "reasoning_content"
+        )
+        self.arguments_as_text = self._needs_text_arguments()
+        self.allows_late_system = self._keeps_late_system()
+
+    @property
+    def source(self) -> str:
+        """Source of the template."""
+        return str(self._tokenizer.chat_template)
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends turns."""
+        return token in self._stops
+
+    def whole(self, conversation: Conversation) -> Rendered:
+        """Returns the tokens of a new conversation.
+
+        Raises:
+            TemplateError: The template rejects the messages.
+        """
+        text = self.text(conversation, self._prepared(conversation.messages), opens_turn=True)
+        (tokens,) = self._encoder.plain([text])
+        return Rendered(tuple(tokens), _OPENED.search(text) is not None)
+
+    def continuation(
+        self, conversation: Conversation, num_known: int, last: int | None
+    ) -> Rendered | None:
+        """Returns the tokens that follow a turn.
+
+        Args:
+            conversation: All messages, in which message `num_known - 1` is the turn.
+            last: Last token of the turn.
+
+        Returns:
+            None if the template does not render the turn, so that its end cannot be found.
+
+        Raises:
+            TemplateError: The template rejects the messages.
+        """
+        text = self.text_after(conversation, num_known)
+        if text is None:
+            return None
+        num_dropped = 0
+        if last is not None and last in self._stops:
+            end = self._stops[last]
+            if any(stop and text.lstrip().startswith(stop) for stop in self._stops.values()):
+                text = text.lstrip()  # the template of Llama 2 inserts a space
+            if end and text.startswith(end):
+                text = text[len(end) :]
+            else:
+                num_dropped = 1
+        (tokens,) = self._encoder.continued([text])
+        return Rendered(tuple(tokens), _OPENED.search(text) is not None, num_dropped)
+
+    def text_after(self, conversation: Conversation, num_known: int) -> str | None:
+        """Returns the text that the template renders after a turn's own text, from its end token
+        on; None if the template does not render the turn.
+
+        The arguments are those of `continuation`.
+        """
+        messages = self._prepared(conversation.messages)
+        turn = messages[num_known - 1]
+        if calls := turn.get("tool_calls"):
+            marked = [self._marked_call(call) for call in calls]
+            turn = {"role": ASSISTANT, "content": turn["content"], "tool_calls": marked}
+        else:
+            turn = {"role": ASSISTANT, "content": self._mark}
+        known, new = [*messages[: num_known - 1], turn], messages[num_known:]
+        _, found, after = self.text(conversation, [*known, *new], True).rpartition(self._mark)
+        if not found:
+            return None
+        if not calls:
+            return after
+        # The text of the calls goes on after the mark: find where it ends.
+        _, found, rest = self.text(conversation, known, False).rpartition(self._mark)
+        if not found or not after.startswith(rest):
+            return None
+        return rest[self._end_of_turn(rest) :] + after[len(rest) :]
+
+    def text(
+        self, conversation: Conversation, messages: Sequence[Message], opens_turn: bool
+    ) -> str:
+        """Renders messages with the conversation's tools and arguments.
+
+        Args:
+            opens_turn: Whether to end with the beginning of the assistant's turn.
+
+        Raises:
+            TemplateError: The template rejects the messages.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=[self._harmless(tool) for tool in conversation.tools] or None,
+                tokenize=False,
+                add_generation_prompt=opens_turn,
+                **{**self._arguments, **conversation.arguments},
+            )
+        except Exception as error:  # a template may raise any error, or be missing
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise TemplateError(
+                f"The model's chat template rejects these messages: {reason}", "messages"
+            ) from error
+        return text
+
+    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns messages in the form that the template takes."""
+        found = []
+        for place, message in enumerate(messages):
+            ready: dict[str, Any] = self._harmless(message)
+            if message["role"] == SYSTEM and place and not self.allows_late_system:
+                ready = {"role": USER, "content": _REMINDER.format(ready["content"])}
+            if "reasoning_content" in ready and self._reasoning_key != "reasoning_content":
+                ready[self._reasoning_key] = ready.pop("reasoning_content")
+            if calls := ready.get("tool_calls"):
+                ready["tool_calls"] = [self._ready_call(call) for call in calls]
+            found.append(ready)
+        return found
+
+    def _ready_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.arguments_as_text and not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": function}
+
+    def _marked_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments: Any = {"x": self._mark}
+        if self.arguments_as_text:
+            arguments = json.dumps(arguments)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    def _end_of_turn(self, text: str) -> int:
+        """Returns the index at which the last end token in `text` begins, if only white space
+        follows it; otherwise the length of the text without white space at its end.
+        """
+        for stop in self._stops.values():
+            place = text.rfind(stop) if stop else -1
+            if place >= 0 and not text[place + len(stop) :].strip():
+                return place
+        return len(text.rstrip())
+
+    def _harmless(self, value: Any) -> Any:
+        """Returns a copy with a space inserted into each control token.
+
+        Without these spaces, the output of a tool could end the message and begin a message with
+        another role.
+        """
+        if isinstance(value, str):
+            for token in self._control:
+                if token in value:
+                    value = value.replace(token, f"{token[:1]} {token[1:]}")
+            return value
+        if isinstance(value, Mapping):
+            return {name: self._harmless(one) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._harmless(one) for one in value]
+        return value
+
+    def _needs_text_arguments(self) -> bool:
+        """Whether the template renders arguments of tool calls correctly only as JSON text."""
+        for arguments in ({"probe": True}, '{"probe": true}'):
+            try:
+                text = self._raw([_user(), _calling(arguments), _result()])
+            except Exception:  # a template may raise any error
+                continue
+            if "'probe'" not in text:
+                return isinstance(arguments, str)
+        return False
+
+    def _keeps_late_system(self) -> bool:
+        """Whether the template renders a system message where it is in the conversation. Some
+        templates reject it, and some move it to the beginning.
+        """
+        turn, late = (
+            {"role": ASSISTANT, "content": self._mark},
+            {"role": SYSTEM, "content": "probe"},
+        )
+        try:
+            text = self._raw([_user(), turn, late, _user()])
+        except Exception:  # a template may raise any error
+            return False
+        return "probe" in text.rpartition(self._mark)[2]
+
+    def _raw(self, messages: Sequence[Message]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self._arguments
+        )
+        return text
+
+
+def _user() -> dict[str, Any]:
+    return {"role": USER, "content": "-"}
+
+
+def _result() -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "functions.f:0", "name": "f", "content": "-"}
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "functions.f:0", "type": "function", "function": function}
+    return {"role": ASSISTANT, "content": "", "tool_calls": [call]}

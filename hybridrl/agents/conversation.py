@@ -1,0 +1,132 @@
+"""Messages of a conversation in one form for all APIs, and their digests. Does not import torch.
+
+A message is a dictionary in the form of OpenAI's chat completions, with contents as text, reasoning
+as `reasoning_content`, and arguments of tool calls as objects. Two messages are the same if a
+client that received one could have sent the other back: clients change identifiers, the order of
+JSON keys, white space around an answer and the form of numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.agents.samples import Message
+from hybridrl.config.files import parse_json
+
+ASSISTANT, SYSTEM, USER, TOOL = "assistant", "system", "user", "tool"
+ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
+
+
+class BadRequest(Exception):
+    """A request that this endpoint refuses; HTTP status 400 unless `status` says otherwise.
+
+    Args:
+        message: Text for the client, which names the field, its value and what is allowed.
+        field: Name of the field, if one is at fault.
+        code: Machine-readable code.
+        status: HTTP status.
+    """
+
+    def __init__(
+        self, message: str, field: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.message, self.field, self.code, self.status = message, field, code, status
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders.
+
+    Args:
+        messages: Messages so far.
+        tools: Tools that the client offers, in OpenAI's form.
+        arguments: Arguments of the chat template that the client set.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def digests(self) -> list[bytes]:
+        """Returns digests of the beginnings of the conversation: of no message, of the first
+        message, of the first two, and so on. All depend on the tools and template arguments.
+        """
+        found = [_digest(b"", [self.tools, self.arguments])]
+        for message in self.messages:
+            found.append(next_digest(found[-1], message))
+        return found
+
+
+def next_digest(digest: bytes, message: Message) -> bytes:
+    """Returns the digest of a conversation after another message."""
+    if message["role"] != ASSISTANT:
+        names = ("role", "content", "tool_call_id", "name")
+        return _digest(digest, [message.get(name) for name in names])
+    calls = [_call_identity(call) for call in message.get("tool_calls", ())]
+    return _digest(digest, [ASSISTANT, message["content"].strip(), calls])
+
+
+def same_reasoning(kept: Message, received: Message) -> bool:
+    """Whether an assistant's message that came back has the reasoning that was sent. Many clients
+    leave reasoning out, which is no difference.
+    """
+    found = received.get("reasoning_content")
+    return not found or found.strip() == kept.get("reasoning_content", "").strip()
+
+
+def call_ids(message: Message) -> tuple[str, ...]:
+    """Returns the identifiers of a message's tool calls."""
+    return tuple(call["id"] for call in message.get("tool_calls", ()))
+
+
+def assistant(
+    content: str, reasoning: str = "", calls: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Returns a message of the assistant."""
+    message: dict[str, Any] = {"role": ASSISTANT, "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call. Arguments in JSON become an object; other text stays as it is."""
+    if isinstance(arguments, str):
+        try:
+            parsed = parse_json(arguments or "{}")
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        except ValueError:
+            pass
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def body_digest(path: str, body: bytes) -> bytes:
+    """Returns the digest of an HTTP request."""
+    return hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
+
+
+def _call_identity(call: Mapping[str, Any]) -> list[Any]:
+    function = call["function"]
+    return [function["name"], function["arguments"]]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(_plain(value), sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _plain(value: Any) -> Any:
+    """Returns a JSON value with whole numbers as integers, as JavaScript writes them."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
