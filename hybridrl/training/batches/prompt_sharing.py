@@ -23,7 +23,7 @@ from hybridrl.training.batches.packing import check_lengths, even_sizes
 # makes the costliest rank cheaper by at least LEAST_GAIN.
 PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.1
 # Attention copies the keys and values of a prompt for each sample of its unit (attention.py). A
 # large unit may have at most this many rows of keys per token of the budget, so that the copies
 # need less memory than the activations.
