@@ -16,7 +16,7 @@ import pytest
 import torch
 import vllm_kernels
 from packaged import CLASSES, REFUSED_KEYS, engine_class, needs
-from tiny_models import LATENT
+from tiny_models import GLM4_MOE, LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,6 +101,20 @@ EXPERT_MODELS["deepseek-v3-plain"] = {
     "topk_group": 1,
     "num_experts_per_tok": 3,
 }
+# Families made of parts that the models above have, except for the gate of a shared expert.
+COMBINED_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-moe": {
+        **TINY,
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "olmoe": {**TINY, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "glm4-moe": {**TINY, **GLM4_MOE, "model_type": "glm4_moe", "moe_intermediate_size": 24},
+}
+EXPERT_MODELS |= COMBINED_MODELS
 # What vLLM's kernel for latent attention has on CPU.
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 
@@ -120,7 +134,12 @@ def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def with_marks(names: dict[str, Any]) -> list[Any]:
     """Returns `<engine>-<model>` as parameters, skipped where the engine is not installed."""
-    return [pytest.param(name, marks=needs(name.partition("-")[0])) for name in names]
+
+    def marks(engine: str, model: str) -> tuple[Any, ...]:
+        is_rare = model in COMBINED_MODELS and model != "qwen2-moe"
+        return (*needs(engine), *([pytest.mark.full] * is_rare))
+
+    return [pytest.param(name, marks=marks(*name.split("-", 1))) for name in names]
 
 
 PACKAGED_MODELS = of_packages(HF_MODELS)

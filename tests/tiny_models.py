@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -28,11 +30,15 @@ from transformers import (
     Olmo2Config,
     Olmo2ForCausalLM,
     OlmoConfig,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     OlmoForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -71,7 +77,7 @@ YARN_16 = {
     "beta_slow": 0.5,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -126,6 +132,16 @@ LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+GLM4_MOE = {
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 # What vLLM's kernels for latent attention have on CPU.
 WIDE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
@@ -153,7 +169,9 @@ def tiny_model(
     size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
-    positions), qwen3_moe (with `dense_layers` among those with experts), mixtral, or deepseek_v3
+    positions), qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe
+    (biases, a shared expert with its gate), olmoe (norms of queries and keys over all heads),
+    glm4_moe (a part of each head turns, a dense first layer, a shared expert), or deepseek_v3
     (latent attention, scaled rope, a dense first layer, experts in groups).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
@@ -176,6 +194,16 @@ def tiny_model(
         own["mlp_only_layers"] = list(dense_layers)
         config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
         model = Qwen3MoeForCausalLM(config)
+    elif name == "qwen2_moe":
+        own = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
+        own["mlp_only_layers"] = list(dense_layers)
+        own |= {"num_experts": 8, "num_experts_per_tok": 2}
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **own))
+    elif name == "olmoe":
+        model = OlmoeForCausalLM(OlmoeConfig(**sizes, **EXPERTS))
+    elif name == "glm4_moe":
+        own = GLM4_MOE | {"head_dim": 64 if wide else 24}
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **own))
     elif name == "deepseek_v3":
         own = LATENT | WIDE_LATENT if wide else LATENT
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | own)))

@@ -49,6 +49,8 @@ class MoeShape:
             `ModelShape.ffn_size`.
         has_bias: Whether the router adds a bias that affects which experts are selected, but not
             their weights.
+        has_shared_gate: Whether a gate, the sigmoid of a linear layer with one output, multiplies
+            the output of the shared experts.
     """
 
     num_experts: int
@@ -57,6 +59,7 @@ class MoeShape:
     shared_ffn_size: int = 0
     dense_layers: tuple[int, ...] = ()
     has_bias: bool = False
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,8 @@ class ModelShape:
             return "the model's norms multiply by 1 + a weight, or its gate is GELU"
         if self.norms_after != "no":
             return "the model has norms after attention and the feed-forward layer"
+        if self.whole_qk_norm:
+            return "the model normalizes queries and keys over all heads together"
         return "" if self.window is None else f"the model attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:

@@ -146,6 +146,8 @@ def test_four_ranks_give_the_gradients_of_one_process(
 
 
 OF_MIXTRAL = pytest.param("mixtral", marks=pytest.mark.full)
+# Families made of parts that the others have, except for the gate of a shared expert.
+COMBINED = ("qwen2_moe", "olmoe", "glm4_moe")
 
 
 @pytest.mark.dist
@@ -166,6 +168,26 @@ def test_experts_on_four_ranks_have_the_gradients_of_one_process(
 ) -> None:
     layouts = FOUR_RANKS_WITH_EXPERTS if is_full else FOUR_RANKS_WITH_EXPERTS_SHORT
     run_ranks(4, WORKER, ["compare", str(models), name, *layouts], timeout_s=500)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, (f"2,1,1,1,{ORDER},ep=2,selective",)),
+        pytest.param(2, TWO_RANKS_WITH_EXPERTS, marks=pytest.mark.full),
+        pytest.param(
+            4,
+            (f"2,2,1,1,{ORDER}", *FOUR_RANKS_WITH_EXPERTS[:5], FOUR_RANKS_WITH_EXPERTS[6]),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_combined_families_have_the_gradients_of_one_process(
+    world: int, layouts: tuple[str, ...], models: Path
+) -> None:
+    names = ",".join(COMBINED)
+    run_ranks(world, WORKER, ["compare", str(models), names, *layouts], timeout_s=550)
 
 
 @pytest.mark.dist

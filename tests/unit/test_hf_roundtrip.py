@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import LATENT
+from tiny_models import GLM4_MOE, LATENT
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,15 +18,18 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -83,6 +86,15 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS),
+    "qwen2_moe": Qwen2MoeConfig(
+        **(SIZES | {"head_dim": 8}),
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "olmoe": OlmoeConfig(**(SIZES | EXPERTS | {"head_dim": 8, "num_key_value_heads": 4})),
+    "glm4_moe": Glm4MoeConfig(**SIZES, **GLM4_MOE),
     "deepseek_v3": DeepseekV3Config(**(SIZES | LATENT | {"head_dim": 8})),
 }
 LAYOUTS = (

@@ -14,14 +14,17 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -87,13 +90,7 @@ def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedCo
     assert hf_shapes(family, family.shape(hf_config)) == shapes
 
 
-DEEPSEEK: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
+GLM: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 4,
@@ -101,6 +98,15 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 2,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
+}
+DEEPSEEK: dict[str, Any] = {
+    **GLM,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 24}
 
@@ -112,6 +118,22 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_inte
         (Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]), MoeShape(8, 2, 24, 0, (0,))),
         (Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2), MoeShape(8, 2, 24, 0, (0,))),
         (MixtralConfig(**SIZES, num_local_experts=4, rms_norm_eps=1e-6), MoeShape(4, 2, 48)),
+        (
+            Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40),
+            MoeShape(8, 2, 24, shared_ffn_size=40, has_shared_gate=True),
+        ),
+        (
+            OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, eos_token_id=1),
+            MoeShape(8, 2, 48),
+        ),
+        (
+            Glm4MoeConfig(**SIZES, **GLM, attention_bias=True, use_qk_norm=True),
+            MoeShape(8, 4, 24, shared_ffn_size=48, dense_layers=(0,), has_bias=True),
+        ),
+        (
+            Glm4MoeConfig(**SIZES, **GLM, head_dim=16),
+            MoeShape(8, 4, 24, shared_ffn_size=48, dense_layers=(0,), has_bias=True),
+        ),
         (
             DeepseekV3Config(**(SIZES | DEEPSEEK)),
             MoeShape(8, 4, 24, shared_ffn_size=48, dense_layers=(0,), has_bias=True),
@@ -137,6 +159,9 @@ def test_family_table_has_the_experts_that_transformers_writes(
     if moe.has_bias:
         assert keywords["moe_router_score_function"] == "sigmoid"
         return
+    if family.name == "olmoe":  # which refuses norm_topk_prob
+        assert keywords["moe_router_pre_softmax"] is True
+        return
     # Mixtral's weights of a token's experts add up to 1, Qwen's where norm_topk_prob says so.
     is_mixtral = family.name == "mixtral"
     assert keywords["moe_router_pre_softmax"] is not is_mixtral
@@ -153,7 +178,15 @@ def test_family_reads_the_defaults_of_transformers() -> None:
         Olmo2Config(),
         Glm4Config(),
     )
-    for config in (Qwen3MoeConfig(), MixtralConfig(), DeepseekV3Config(), *dense):
+    mixtures = (
+        Qwen3MoeConfig(),
+        MixtralConfig(),
+        DeepseekV3Config(),
+        Qwen2MoeConfig(),
+        OlmoeConfig(),
+        Glm4MoeConfig(num_attention_heads=32),  # the default does not divide the hidden size
+    )
+    for config in (*mixtures, *dense):
         whole = config.to_dict()
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         least = {key: whole[key] for key in (*needed, "intermediate_size", "hidden_act")}
@@ -243,6 +276,18 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers"),
         ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias"),
+        ("qwen2_moe", {"head_dim": 16}, "head_dim: got 16; allowed: 8"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps: got 1e-06; allowed: 1e-05"),
+        ("olmoe", {"num_experts_per_tok": 65}, "num_experts_per_tok"),
+        ("glm4_moe", {"rope_scaling": YARN}, "rope_type: got yarn; allowed: default"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ("glm4_moe", {"n_group": 8, "topk_group": 2}, "topk_group"),
+        ("glm4_moe", {"use_qk_norm": "yes"}, "use_qk_norm"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),

@@ -271,6 +271,9 @@ def _attention_rows(shape: ModelShape) -> list[Row]:
     if shape.qk_norm:
         rows.append(norm_row("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
         rows.append(norm_row("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
+    if shape.whole_qk_norm:
+        rows.append(norm_row("self_attention.q_layernorm", "self_attn.q_norm", q, "heads"))
+        rows.append(norm_row("self_attention.k_layernorm", "self_attn.k_norm", kv, "kv_heads"))
     rows.append(Row(f"{proj}.weight", _parts("self_attn", "o", "weight"), ((hidden, q),), "row"))
     if shape.linear_bias:
         o_bias = _parts("self_attn", "o", "bias")

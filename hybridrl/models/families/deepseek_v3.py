@@ -12,12 +12,13 @@ from typing import Any
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
-    BiasedRouting,
     ExpertNames,
     biased_config,
     expert_config,
     expert_rows,
     experts_per_token,
+    leading_dense_layers,
+    read_biased_routing,
     read_num_experts,
 )
 from hybridrl.models.families.latent import (
@@ -27,7 +28,7 @@ from hybridrl.models.families.latent import (
     latent_rows,
     latent_shape,
 )
-from hybridrl.models.families.reading import number, refusal, require, size
+from hybridrl.models.families.reading import require, size
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
 from hybridrl.models.hf.config_keys import DECODER_KEYS
 
@@ -40,10 +41,6 @@ NAMES = ExpertNames(
     bias="mlp.gate.e_score_correction_bias",
     shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
 )
-# A group's score is the sum of its best BEST_OF_GROUP scores. Megatron-Core 0.16.1 uses (experts
-# per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so this quotient
-# must equal BEST_OF_GROUP.
-BEST_OF_GROUP = 2
 # Values that the architecture implies. If config.json lacks them, engines use a different router or
 # fail.
 STATED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -77,46 +74,18 @@ def shape(hf_config: HfConfig) -> ModelShape:
         experts_per_token(hf_config, num_experts, 8),
         width,
         shared_ffn_size=width * size(hf_config, "n_shared_experts", 1),
-        dense_layers=_dense_layers(hf_config, num_layers),
+        dense_layers=leading_dense_layers(hf_config, num_layers, default=3),
         has_bias=True,
     )
     heads = {"head_dim": latent.query_dim, "num_key_value_heads": num_heads}
     return decoder_shape({**hf_config, **heads}, moe=moe, latent=latent)
 
 
-def _dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
-    first = hf_config.get("first_k_dense_replace", 3)
-    if type(first) is not int or not 0 <= first < num_layers:
-        allowed = f"an integer from 0 to {num_layers - 1}, so that at least one layer has experts"
-        raise refusal("first_k_dense_replace", first, allowed)
-    return tuple(range(first))
-
-
-def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRouting:
-    """Reads the routing; the defaults come from transformers."""
-    require(hf_config, "norm_topk_prob", True, (True,))
-    groups, kept = size(hf_config, "n_group", 8), size(hf_config, "topk_group", 4)
-    if num_experts % groups or num_experts // groups < 2:
-        allowed = f"a divisor of {num_experts} experts, with two or more in each group"
-        raise refusal("n_group", groups, allowed)
-    if kept > groups or chosen > kept * (num_experts // groups):
-        allowed = f"at most {groups}, and enough groups for {chosen} experts"
-        raise refusal("topk_group", kept, allowed)
-    if groups > 1 and chosen // kept != BEST_OF_GROUP:
-        allowed = (
-            f"a value that selects {BEST_OF_GROUP} of num_experts_per_tok = {chosen} experts "
-            f"from each group"
-        )
-        raise refusal("topk_group", kept, allowed)
-    scale = number(hf_config, "routed_scaling_factor", 2.5, 1e-6, 1e6)
-    return BiasedRouting(scale, groups, kept)
-
-
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
     """Returns arguments of MLATransformerConfig."""
     sizes = shape(hf_config)
     assert sizes.moe is not None  # every model in this family has experts
-    routing = _routing(hf_config, sizes.moe.num_experts, sizes.moe.experts_per_token)
+    routing = read_biased_routing(hf_config, sizes.moe, groups=8, kept=4, scale=2.5)
     experts = expert_config(sizes, renormalized=True) | biased_config(sizes, routing)
     return decoder_config(hf_config, sizes) | latent_config(hf_config, sizes) | experts
 

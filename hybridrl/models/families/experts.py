@@ -11,14 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.models.families.reading import refusal, size
-from hybridrl.models.family import HfConfig, ModelShape, Row, RowKind
+from hybridrl.models.families.reading import number, refusal, require, size
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
 
 Shapes = tuple[tuple[int, ...], ...]
 
 # transformers trains with `router_aux_loss_coef` if `output_router_logits` is set; hybridrl uses
 # `train.moe` instead.
 EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
+
+# A group's score is the sum of its best BEST_OF_GROUP scores. Megatron-Core 0.16.1 uses (experts
+# per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so this quotient
+# must equal BEST_OF_GROUP.
+BEST_OF_GROUP = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class ExpertNames:
     Args:
         bias: Complete name of the router's bias; "" if there is none.
         shared: Gate, up and down projections of the shared experts; empty if there are none.
+        shared_gate: Linear layer whose sigmoid multiplies the output of the shared experts; "" if
+            there is none.
     """
 
     router: str
@@ -37,6 +44,7 @@ class ExpertNames:
     down: str
     bias: str = ""
     shared: tuple[str, ...] = ()
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,36 @@ class BiasedRouting:
     kept_groups: int
 
 
+def read_biased_routing(
+    hf_config: HfConfig, moe: MoeShape, groups: int, kept: int, scale: float
+) -> BiasedRouting:
+    """Reads the routing of a model whose routers have a bias.
+
+    Args:
+        hf_config: Contents of config.json.
+        moe: Sizes of the experts.
+        groups, kept, scale: The architecture's defaults for `n_group`, `topk_group` and
+            `routed_scaling_factor`.
+    """
+    num_experts, chosen = moe.num_experts, moe.experts_per_token
+    require(hf_config, "norm_topk_prob", True, (True,))
+    groups, kept = size(hf_config, "n_group", groups), size(hf_config, "topk_group", kept)
+    if num_experts % groups or num_experts // groups < 2:
+        allowed = f"a divisor of {num_experts} experts, with two or more in each group"
+        raise refusal("n_group", groups, allowed)
+    if kept > groups or chosen > kept * (num_experts // groups):
+        allowed = f"at most {groups}, and enough groups for {chosen} experts"
+        raise refusal("topk_group", kept, allowed)
+    if groups > 1 and chosen // kept != BEST_OF_GROUP:
+        allowed = (
+            f"a value that selects {BEST_OF_GROUP} of num_experts_per_tok = {chosen} experts "
+            f"from each group"
+        )
+        raise refusal("topk_group", kept, allowed)
+    scale = number(hf_config, "routed_scaling_factor", scale, 1e-6, 1e6)
+    return BiasedRouting(scale, groups, kept)
+
+
 def experts_per_token(hf_config: HfConfig, num_experts: int, default: int) -> int:
     """Reads the number of experts per token, which must not exceed `num_experts`."""
     chosen = size(hf_config, "num_experts_per_tok", default)
@@ -72,6 +110,34 @@ def read_num_experts(hf_config: HfConfig, key: str, default: int) -> int:
     if len(set(given.values())) > 1:
         raise refusal(keys[1], given[keys[1]], f"the same as {key} = {given[key]}")
     return next(iter(given.values()), default)
+
+
+def leading_dense_layers(hf_config: HfConfig, num_layers: int, default: int) -> tuple[int, ...]:
+    """Reads `first_k_dense_replace`, the number of dense layers before the layers with experts."""
+    first = hf_config.get("first_k_dense_replace")
+    first = default if first is None else first
+    if type(first) is not int or not 0 <= first < num_layers:
+        allowed = f"an integer from 0 to {num_layers - 1}, so that at least one layer has experts"
+        raise refusal("first_k_dense_replace", first, allowed)
+    return tuple(range(first))
+
+
+def listed_dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
+    """Reads the dense layers: those in `mlp_only_layers`, and all but every nth layer, where n is
+    `decoder_sparse_step`.
+    """
+    named = hf_config.get("mlp_only_layers")
+    named = [] if named is None else named
+    if not isinstance(named, list | tuple) or not all(type(one) is int for one in named):
+        raise refusal("mlp_only_layers", named, "a list of layer indices, or null")
+    every = size(hf_config, "decoder_sparse_step", 1)
+    dense = tuple(
+        layer for layer in range(num_layers) if layer in named or (layer + 1) % every != 0
+    )
+    if len(dense) == num_layers:
+        allowed = f"values that leave one of the {num_layers} layers with experts"
+        raise refusal("mlp_only_layers, decoder_sparse_step", f"{named}, {every}", allowed)
+    return dense
 
 
 def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
@@ -103,6 +169,8 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
         "moe_router_pre_softmax": not renormalized,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
+        "moe_shared_expert_gate": moe.has_shared_gate,
     }
 
 
@@ -119,7 +187,6 @@ def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
         "moe_router_num_groups": routing.num_groups if grouped else None,
         "moe_router_group_topk": routing.kept_groups if grouped else None,
         "moe_router_topk_scaling_factor": routing.scale,
-        "moe_shared_expert_intermediate_size": shape.moe.shared_ffn_size or None,
     }
 
 
@@ -151,6 +218,10 @@ def expert_rows(shape: ModelShape, names: ExpertNames) -> tuple[Row, ...]:
         fc1, fc2 = (f"{local}shared_experts.linear_{fc}.weight" for fc in ("fc1", "fc2"))
         rows.append(row(fc1, (gate, up), ((shared, hidden),) * 2, "gate_up"))
         rows.append(row(fc2, (down,), ((hidden, shared),), "row"))
+    if moe.has_shared_gate:
+        gate = _weight(names.shared_gate)
+        name = f"{local}shared_experts.gate_weight"
+        rows.append(row(name, (gate,), ((1, hidden),), "replicated"))
     return tuple(rows)
 
 

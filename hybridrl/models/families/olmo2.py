@@ -27,12 +27,9 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
     """Returns the weight table."""
-    hidden, head = shape.hidden_size, shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    hidden = shape.hidden_size
     return (
         *(row for row in decoder_rows(shape) if row.megatron not in BEFORE),
-        norm_row("self_attention.q_layernorm", "self_attn.q_norm", q, "heads"),
-        norm_row("self_attention.k_layernorm", "self_attn.k_norm", kv, "kv_heads"),
         norm_row("self_attention.post_layernorm", "post_attention_layernorm", hidden),
         norm_row("mlp.post_layernorm", "post_feedforward_layernorm", hidden),
     )

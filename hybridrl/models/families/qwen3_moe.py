@@ -11,9 +11,10 @@ from hybridrl.models.families.experts import (
     expert_config,
     expert_rows,
     experts_per_token,
+    listed_dense_layers,
     read_num_experts,
 )
-from hybridrl.models.families.reading import flag, refusal, require, size
+from hybridrl.models.families.reading import flag, require, size
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
@@ -42,26 +43,11 @@ def shape(hf_config: HfConfig) -> ModelShape:
         num_experts,
         experts_per_token(hf_config, num_experts, 8),
         size(hf_config, "moe_intermediate_size", 768),
-        dense_layers=_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
+        dense_layers=listed_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
     )
     # Unlike Qwen3Config, Qwen3MoeConfig has no default head size, so the default is hidden size /
     # heads.
     return decoder_shape(hf_config, qk_norm=True, default_kv_heads=4, moe=moe)
-
-
-def _dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
-    named = hf_config.get("mlp_only_layers")
-    named = [] if named is None else named
-    if not isinstance(named, list | tuple) or not all(type(one) is int for one in named):
-        raise refusal("mlp_only_layers", named, "a list of layer indices, or null")
-    every = size(hf_config, "decoder_sparse_step", 1)
-    dense = tuple(
-        layer for layer in range(num_layers) if layer in named or (layer + 1) % every != 0
-    )
-    if len(dense) == num_layers:
-        allowed = f"values that leave one of the {num_layers} layers with experts"
-        raise refusal("mlp_only_layers, decoder_sparse_step", f"{named}, {every}", allowed)
-    return dense
 
 
 def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:

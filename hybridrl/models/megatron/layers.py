@@ -287,6 +287,7 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     )
     parts = submodules_of(layer.mlp)
     parts.router = Router
+    parts.shared_experts = with_module(parts.shared_experts, SharedExperts)
     if module_of(parts.experts) is TEGroupedMLP:
         parts.experts = with_module(parts.experts, GroupedExperts)
     spec.module = ReplayingLayer
@@ -462,7 +463,19 @@ class LeanMlp(MLP):
         return product if scale is None else (product * scale[:, None]).to(product.dtype)
 
 
-class LeanSharedExperts(SharedExpertMLP, LeanMlp):
+class SharedExperts(SharedExpertMLP):
+    """Megatron's shared experts, whose gate is on the device from the start.
+
+    Megatron (0.16.1) creates the gate's weight on the CPU, even if the model is on a GPU.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gate_weight is not None:
+            self.gate_weight.data = self.gate_weight.data.to(torch.cuda.current_device())
+
+
+class LeanSharedExperts(SharedExperts, LeanMlp):
     """Megatron's shared experts, which process every token, with LeanMlp's forward pass."""
 
 

@@ -1,0 +1,59 @@
+"""OLMoE (1B-7B): every layer is a mixture of experts.
+
+Queries and keys are normalised over all heads together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.experts import (
+    EXPERT_KEYS,
+    ExpertNames,
+    expert_config,
+    expert_rows,
+    experts_per_token,
+    read_num_experts,
+)
+from hybridrl.models.families.reading import require, size
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+
+EXPERT = "mlp.experts.{E}."
+NAMES = ExpertNames("mlp.gate", f"{EXPERT}gate_proj", f"{EXPERT}up_proj", f"{EXPERT}down_proj")
+EPSILON = 1e-5
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes; `intermediate_size` is the width of an expert."""
+    require(hf_config, "attention_bias", False, (False,))
+    # vLLM ignores these two values of config.json, and renormalization, in this architecture.
+    require(hf_config, "rms_norm_eps", EPSILON, (EPSILON,))
+    head_dim = size(hf_config, "hidden_size") // size(hf_config, "num_attention_heads")
+    require(hf_config, "head_dim", head_dim, (head_dim,))
+    require(hf_config, "norm_topk_prob", False, (False,))
+    num_experts = read_num_experts(hf_config, "num_experts", 64)
+    chosen = experts_per_token(hf_config, num_experts, 8)
+    moe = MoeShape(num_experts, chosen, size(hf_config, "intermediate_size"))
+    return replace(decoder_shape(hf_config, moe=moe), whole_qk_norm=True)
+
+
+def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
+    return expert_config(shape, renormalized=False)
+
+
+def rows(shape: ModelShape) -> tuple[Row, ...]:
+    """Returns the weight table."""
+    return decoder_rows(shape, expert_rows(shape, NAMES))
+
+
+FAMILY = decoder_family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    shape,
+    EXPERT_KEYS | {"attention_bias", "norm_topk_prob", "num_experts", "num_local_experts"},
+    rows=rows,
+    keywords=_keywords,
+    defaults={"rms_norm_eps": EPSILON},  # transformers' OlmoeConfig
+)
