@@ -152,6 +152,7 @@ class TurnQueue:
             if self._closed is not None:
                 future.set_exception(BackendClosed(self._closed))
                 return future
+            future.set_running_or_notify_cancel()  # so that nobody can cancel it
             self._futures[request.request_id] = future
             self._new[request.request_id] = request
             self._arrived.notify_all()

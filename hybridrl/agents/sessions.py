@@ -1,13 +1,13 @@
 """Sessions of agents: the conversations of an episode, as a forest of turns. No torch.
 
 A request that repeats an earlier turn and adds messages continues this turn: it keeps the tokens
-that the engine received and sampled, and only the new messages are rendered. Of several such turns,
-the request continues the deepest. Any other request begins a new conversation, for example after
+that the engine received and sampled, and only the new messages are rendered. If there are several such
+turns, the request continues the deepest. Any other request begins a new conversation, for example after
 the agent summarised its history or changed its tools. Invariant: a row's tokens are exactly the
 tokens that the engine received and sampled, and nothing is decoded and encoded again.
 
 Any thread may call any function. No lock is held while a turn is sampled, so a session may have
-several turns at once.
+several turns at the same time.
 """
 
 from __future__ import annotations
@@ -211,30 +211,15 @@ class Session:
             BadRequest: The session has ended, a budget is exhausted, the messages are too long, or
                 the chat template rejects them.
         """
-        assert self._template is not None
-        digests = conversation.digests()
-        with self._lock:
-            self._check_open()
-            known, parent = self._deepest(conversation, digests)
-        rendered = None
-        if parent is not None:
-            done = parent.completion
-            last = done.tokens[-1] if done.finish_reason == "stop" else None
-            rendered = self._template.continuation(conversation, known, last)
-        if parent is None or rendered is None:
-            parent, num_shared = None, 0
-            rendered = self._template.whole(conversation)
-        else:
-            num_shared = parent.num_tokens - rendered.num_dropped
-        prepared = Prepared(
-            tokens=(parent.tokens()[:num_shared] if parent else ()) + rendered.tokens,
-            parent=parent,
-            num_shared=num_shared,
-            opens_reasoning=rendered.opens_reasoning,
-            digest=digests[-1],
-            request=conversation,
-        )
-        return self._limited(prepared, max_tokens)
+        return self._limited(self._input(conversation), max_tokens)
+
+    def num_tokens(self, conversation: Conversation) -> int:
+        """Returns the number of tokens that the model would receive for a conversation.
+
+        Raises:
+            BadRequest: The session has ended, or the chat template rejects the messages.
+        """
+        return len(self._input(conversation).tokens)
 
     def prepare_tokens(self, tokens: Sequence[int], max_tokens: int | None = None) -> Prepared:
         """Returns the input for a turn after token ids that the client rendered itself.
@@ -341,6 +326,31 @@ class Session:
             else:
                 dropped.add(turn)
         return dropped
+
+    def _input(self, conversation: Conversation) -> Prepared:
+        assert self._template is not None
+        digests = conversation.digests()
+        with self._lock:
+            self._check_open()
+            known, parent = self._deepest(conversation, digests)
+        rendered = None
+        if parent is not None:
+            done = parent.completion
+            last = done.tokens[-1] if done.finish_reason == "stop" else None
+            rendered = self._template.continuation(conversation, known, last)
+        if parent is None or rendered is None:
+            parent, num_shared = None, 0
+            rendered = self._template.whole(conversation)
+        else:
+            num_shared = parent.num_tokens - rendered.num_dropped
+        return Prepared(
+            tokens=(parent.tokens()[:num_shared] if parent else ()) + rendered.tokens,
+            parent=parent,
+            num_shared=num_shared,
+            opens_reasoning=rendered.opens_reasoning,
+            digest=digests[-1],
+            request=conversation,
+        )
 
     def _deepest(
         self, conversation: Conversation, digests: Sequence[bytes]

@@ -1,0 +1,102 @@
+"""vLLM's token form, for clients that render conversations themselves: token ids in, token ids out.
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridrl.agents.asked import (
+    LENGTH,
+    STOP,
+    Answer,
+    Asked,
+    check_sampling,
+    event,
+    malformed,
+    stop_strings,
+    whole_number,
+)
+from hybridrl.agents.backend import SamplingTerms
+from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.openai_chat import openai_error
+
+NOT_SUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+
+
+class TokenForm:
+    """`POST /inference/v1/generate`.
+
+    Args:
+        vocab_size: Number of tokens of the model.
+    """
+
+    keep_alive = ": keep-alive\n\n"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
+        for name in NOT_SUPPORTED:
+            if body.get(name):
+                raise malformed(name, body[name], "no value; this endpoint takes text only")
+        sampling = body.get("sampling_params") or {}
+        if not isinstance(sampling, dict):
+            raise malformed("sampling_params", sampling, "an object")
+        tokens = body.get("token_ids")
+        if not isinstance(tokens, list) or not tokens:
+            raise malformed("token_ids", tokens, "a list with at least one token id")
+        return Asked(
+            tokens=self._token_ids(tokens, "token_ids"),
+            max_tokens=whole_number(sampling, "max_tokens"),
+            stop_strings=stop_strings(sampling, "stop", terms),
+            stop_token_ids=self._token_ids(
+                sampling.get("stop_token_ids") or [], "sampling_params.stop_token_ids"
+            ),
+            streams=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+            sampling=check_sampling(sampling, terms),
+        )
+
+    def answer(self, asked: Asked, answer: Answer) -> dict[str, Any]:
+        done = answer.turn.completion
+        content: list[dict[str, Any]] = [
+            {"token": f"token_id:{token}", "logprob": logp, "bytes": None, "top_logprobs": []}
+            for token, logp in zip(done.tokens, done.logps, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": list(done.tokens),
+            "logprobs": {"content": content},
+            "finish_reason": LENGTH if answer.finish == LENGTH else STOP,
+        }
+        num_prompt, num_sampled = len(answer.prompt), len(done.tokens)
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled}
+        return {
+            "request_id": answer.number,
+            "choices": [choice],
+            "usage": usage | {"total_tokens": num_prompt + num_sampled},
+            "prompt_token_ids": list(answer.prompt),
+        }
+
+    def events(self, asked: Asked, answer: Answer) -> Iterator[str]:
+        yield event(json.dumps(self.answer(asked, answer)))
+        yield event("[DONE]")
+
+    def error(self, error: BadRequest) -> dict[str, Any]:
+        return openai_error(error)
+
+    def error_event(self, error: BadRequest) -> str:
+        return event(json.dumps(openai_error(error)))
+
+    def _token_ids(self, given: Any, where: str) -> tuple[int, ...]:
+        wrong = [
+            token
+            for token in (given if isinstance(given, list) else [given])
+            if type(token) is not int or not 0 <= token < self._vocab_size
+        ]
+        if wrong:
+            raise malformed(where, wrong[0], f"token ids from 0 to {self._vocab_size - 1}")
+        return tuple(given)
