@@ -1,10 +1,10 @@
 """Sessions of agents: the conversations of an episode, as a forest of turns. No torch.
 
 A request that repeats an earlier turn and adds messages continues this turn: it keeps the tokens
-that the engine received and sampled, and only the new messages are rendered. If there are several such
-turns, the request continues the deepest. Any other request begins a new conversation, for example after
-the agent summarised its history or changed its tools. Invariant: a row's tokens are exactly the
-tokens that the engine received and sampled, and nothing is decoded and encoded again.
+that the engine received and sampled, and only the new messages are rendered. If there are several
+such turns, the request continues the deepest. Any other request begins a new conversation, for
+example after the agent summarised its history or changed its tools. Invariant: a row's tokens are
+exactly the tokens that the engine received and sampled, and nothing is decoded and encoded again.
 
 Any thread may call any function. No lock is held while a turn is sampled, so a session may have
 several turns at the same time.
