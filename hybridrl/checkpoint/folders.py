@@ -29,7 +29,7 @@ from hybridrl.checkpoint.manifest import (
     read_manifest,
     verify_all,
 )
-from hybridrl.checkpoint.saved_adapters import SavedAdapters
+from hybridrl.checkpoint.saved_adapters import SavedAdapters, SavedBase
 from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
@@ -61,6 +61,8 @@ class SavedState(BaseModel):
             frozen.
         lora: Settings of the LoRA adapters, and the model that they adapt. The checkpoint then
             contains only what is trained. None if the run has no adapters.
+        passed_over: HF directory with tensors that training passes over and exports contain
+            unchanged (MTP layers, vision towers). None if there are no such tensors.
         layout: Layout of the ranks that saved the checkpoint. Random states are restored only in
             the same layout.
         family: Value of `model.family` that is needed to load the weights.
@@ -81,6 +83,7 @@ class SavedState(BaseModel):
     num_updates: dict[str, int] = {}
     freeze: list[str] = []
     lora: SavedAdapters | None = None
+    passed_over: SavedBase | None = None
     layout: str
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]

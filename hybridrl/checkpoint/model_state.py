@@ -79,6 +79,11 @@ class Saved(Protocol):
         """Model that the adapters adapt; None if there are none."""
         ...
 
+    @property
+    def passed_over(self) -> BaseReference | None:
+        """Model with tensors that training passes over; None if there are none."""
+        ...
+
 
 def load_model(
     checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print

@@ -1,4 +1,4 @@
-"""LoRA settings and base model in a checkpoint's `state.json`. No torch."""
+"""LoRA settings and original model in a checkpoint's `state.json`. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESTORE = (
 
 
 class SavedBase(BaseModel):
-    """The model that the adapters were trained on; see `BaseReference`."""
+    """The model from which training began; see `BaseReference`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -64,6 +64,27 @@ def adapters_state(lora: Lora | None, base: BaseReference | None) -> dict[str, A
         return {}
     assert base is not None
     return {"lora": {**asdict(lora), "base": asdict(base)}}
+
+
+def check_passed_over(saved: SavedBase | None, current: BaseReference | None, folder: Path) -> None:
+    """Checks that a run exports the same tensors that training passes over as its checkpoint.
+
+    Args:
+        saved: Model with these tensors, according to the checkpoint; None if there are none.
+        current: Model with these tensors in the run; None if there are none.
+        folder: Checkpoint folder, shown in errors.
+
+    Raises:
+        CheckpointError: The run's model has other tensors than the checkpoint's model, or none.
+    """
+    if saved is None or (current is not None and saved.digest == current.digest):
+        return
+    remedy = "Set model.path to the model from which training began."
+    if current is not None:
+        raise other_base(current.named, current.digest, saved.reference, remedy)
+    what = "tensors that training passes over, such as MTP layers"
+    allowed = f"{what}, as in {saved.path}, for {folder}"
+    raise CheckpointError("model.path", f"a model without {what}", allowed, remedy)
 
 
 def check_adapters(

@@ -41,7 +41,7 @@ from hybridrl.checkpoint.manifest import Ancestor, damaged, read_listed
 from hybridrl.checkpoint.model_state import Saved, load_model
 from hybridrl.checkpoint.opening import Notify, damage_is_told, open_on_all_ranks
 from hybridrl.checkpoint.random_states import rng_file, set_rng_state
-from hybridrl.checkpoint.saved_adapters import check_adapters
+from hybridrl.checkpoint.saved_adapters import check_adapters, check_passed_over
 from hybridrl.checkpoint.writing import (
     BegunCheckpoint,
     Content,
@@ -382,6 +382,7 @@ class CheckpointStore:
         with self.world.all_agree("comparing the adapters"):
             for model in models.values():
                 check_adapters(state.lora, model.lora, model.base, checkpoint.folder)
+                check_passed_over(state.passed_over, model.passed_over, checkpoint.folder)
         for name, model in models.items():
             if set(model.frozen_parts) != set(state.freeze):
                 raise CheckpointError(

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class ModelFiles:
         dtype: Dtype of the policy's weights as torch spells it ("bfloat16").
         side_files: Folder that may contain tokenizer files.
         lora, base: LoRA adapters, and the model that they adapt; None if there are no adapters.
+        passed_over: HF directory with tensors that training passes over; None if there are none.
     """
 
     hf_config: Mapping[str, Any]
@@ -59,6 +60,7 @@ class ModelFiles:
     side_files: Path
     lora: Lora | None = None
     base: BaseReference | None = None
+    passed_over: BaseReference | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,13 @@ class Content:
     def described(self) -> dict[str, Any]:
         """Part of `state.json` that describes the weights."""
         files = self.files
-        described = {"layout": self.layout, "family": files.family, "dtype": files.dtype}
+        described: dict[str, Any] = {
+            "layout": self.layout,
+            "family": files.family,
+            "dtype": files.dtype,
+        }
+        if files.passed_over is not None:
+            described["passed_over"] = asdict(files.passed_over)
         return {**described, **adapters_state(files.lora, files.base)}
 
 

@@ -25,7 +25,7 @@ def convert(
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(help="HF directory of the model that adapters were trained on, if it moved."),
+        typer.Option(help="HF directory of the model from which training began, if it moved."),
     ] = None,
 ) -> None:
     """Convert weights between HF directories and Megatron checkpoints, and the LoRA adapters in a

@@ -25,7 +25,13 @@ from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.hybrid_engine.transports.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Shape
-from hybridrl.models.hf.shards import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
+from hybridrl.models.hf.shards import (
+    MAX_SHARD_BYTES,
+    HfPlaces,
+    HfWriter,
+    KeptTensors,
+    stored_as,
+)
 from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
@@ -43,6 +49,7 @@ def export_hf(
     peers: Peers,
     side_files: Path | None = None,
     card: str | None = None,
+    kept: KeptTensors | None = None,
 ) -> None:
     """Writes an HF directory from the ranks' shards; collective.
 
@@ -56,22 +63,24 @@ def export_hf(
         peers: All ranks that hold shards.
         side_files: Folder from which tokenizer files are copied; None to copy none.
         card: Text of the directory's README.md; None for no README.
+        kept: Tensors that training passed over, which are copied unchanged; the same on all ranks.
 
     Raises:
-        UserError: A rank cannot write to the directory. Raised on every rank.
+        UserError: A rank cannot write to the directory, or cannot read a kept tensor. Raised on
+            every rank.
     """
     writer, error = None, None
     if peers.rank == 0:
         try:
             of_model = directory, shapes, dtype, config
-            writer = HfWriter(*of_model, side_files=side_files, card=card)
+            writer = HfWriter(*of_model, side_files=side_files, card=card, kept=kept)
         except (UserError, OSError) as caught:
             error = _as_user_error(directory, caught)
     _raise_together(error, peers)
     partial = peers.broadcast_object(None if writer is None else writer.partial.absolute(), 0)
     sees = peers.gather_objects(partial.is_dir())
     writers = [rank for rank, does_see in enumerate(sees) if does_see]
-    places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES)
+    places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES, kept)
     written: list[str] = []
     try:
         for name, tensor in gather_tensors(source, shapes, dtype, peers, writers):
@@ -80,6 +89,12 @@ def export_hf(
                     written.append(places.write(partial, name, tensor))
                 except OSError as caught:
                     error = _as_user_error(directory, caught)
+        if kept is not None and error is None and peers.rank in writers:
+            own = list(kept.shapes)[writers.index(peers.rank) :: len(writers)]
+            try:
+                written += [places.write(partial, name, kept.read(name)) for name in own]
+            except (UserError, OSError) as caught:
+                error = _as_user_error(directory, caught)
         results = peers.gather_objects((error, written))
         if writer is not None and all(failed is None for failed, _ in results):
             writer.wrote([name for _, names in results for name in names])

@@ -24,10 +24,12 @@ from hybridrl.models.adapters.base_reference import (
     base_directory,
     init_digest,
     other_base,
+    weights_digest,
 )
 from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.hf.shards import HfCheckpoint, load_hf
 from hybridrl.models.score_token import BEFORE_LAST
 from hybridrl.models.weights import VALUE_HEAD, Head, hf_shapes
@@ -60,8 +62,7 @@ def convert_rank(
             load the result.
         family: Model family, as in `model.family`. If None, it is read from config.json or from the
             checkpoint.
-        base: HF directory of the model that the adapters in the checkpoint were trained on, if it
-            was moved.
+        base: HF directory of the model from which training began, if it was moved.
     """
     platform = Platform.detect()
     platform.activate()
@@ -89,13 +90,18 @@ def _to_megatron(
 ) -> None:
     with world.all_agree("reading the HF directory"):
         hf_config = read_config(source)
-        family, _ = read_model(family_key, hf_config)
-        dtypes = HfCheckpoint(source).dtypes
-        dtype = next(dtype for name, dtype in dtypes.items() if not is_kept_in_fp32(name))
-        model_source = ModelSource(family, hf_config, dtype, family_key or family.name, source, 0)
+        family, shape = read_model(family_key, hf_config)
+        dtypes, shapes = HfCheckpoint(source).dtypes, hf_shapes(family, shape)
+        own = [name for name in shapes if name in dtypes and not is_kept_in_fp32(name)]
+        dtype = dtypes[own[0]] if own else torch.float32  # `load_hf` reports missing tensors
+        kept = None
+        if passed_over(dtypes, shapes):
+            kept = BaseReference(str(source.absolute()), None, None, weights_digest(source))
+        model_source = ModelSource(
+            family, hf_config, dtype, family_key or family.name, source, 0, passed_over=kept
+        )
     mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, "lm", TrainConfig())
-    shapes = hf_shapes(family, model_source.shape)
     with world.all_agree("loading the weights"):
         load_hf(source, model.layout(), model.weights(), shapes)
     layout, files = layout_name(mesh.layout), model_source.files
@@ -123,7 +129,8 @@ def _from_checkpoint(
     if state.lora is not None:
         lora, base = state.lora.lora, state.lora.base.reference
     family, files = adapted(family, lora), folder / HF_FILES
-    model_source = ModelSource(family, hf_config, dtype, state.family, files, 0, base)
+    kept = None if state.passed_over is None else state.passed_over.reference
+    model_source = ModelSource(family, hf_config, dtype, state.family, files, 0, base, kept)
     # A reward model's checkpoint has no policy.
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     mesh = _mesh(world, *sizes, model_source.shape)
@@ -141,7 +148,7 @@ def _from_checkpoint(
     if to == PEFT_FORMAT:
         export_peft(model, target, files)
         return
-    export_model(model, target, files)
+    export_model(model, target, files, moved=moved)
     note = merging_note(model)
     if note is not None and world.rank == 0:
         say(note, sys.stdout)

@@ -31,11 +31,13 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import export_hf, gather_tensors
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.values import STDERR, VALIDATION
+from hybridrl.models.adapters.base_reference import base_directory
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import base_of, only_adapters
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
+from hybridrl.models.hf.shards import KeptTensors
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
@@ -44,28 +46,40 @@ _PARTIAL = ".*.partial"  # folders that a killed run left behind
 
 
 def export_model(
-    model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
+    model: ParallelModel,
+    directory: Path,
+    side_files: Path | None,
+    card: str | None = None,
+    moved: Path | None = None,
 ) -> None:
     """Writes a model as an HF directory; collective.
 
     Args:
         side_files: Folder whose tokenizer and generation files are copied.
         card: Text for README.md.
+        moved: HF directory that replaces the path of `ModelSource.passed_over`.
 
     Raises:
-        UserError: A rank cannot write; raised on all ranks.
+        UserError: A rank cannot write, or the tensors that training passed over are not found;
+            raised on all ranks.
     """
     source, world = model.source, model.world
+    shapes = hf_shapes(base_of(source.family), source.shape, model.head)
+    kept = None
+    if model.head == "lm" and source.passed_over is not None:
+        with world.all_agree("finding the tensors that training passed over"):
+            kept = KeptTensors(base_directory(source.passed_over, moved), shapes)
     with world.all_agree("writing the HF directory", is_unbounded=True):
         export_hf(
             directory,
             model.whole_weights(),
-            hf_shapes(base_of(source.family), source.shape, model.head),
+            shapes,
             source.dtype,
             exported_config(source.hf_config, model.head, side_files, model.score_token),
             peers=world,
             side_files=side_files,
             card=card,
+            kept=kept,
         )
     if model.head == "lm":
         with world.all_agree("naming the end tokens"):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from hybridrl.checkpoint.folders import (
     EXPORTS,
     HF_FILES,
+    HF_FORMAT,
     PEFT_FORMAT,
     Checkpoint,
     FileFormat,
@@ -249,25 +250,27 @@ def validate_conversion(
 def check_adapter_conversion(
     checkpoint: Checkpoint, state: SavedState, to: FileFormat, base: Path | None
 ) -> None:
-    """Checks that a checkpoint's adapters can be converted to a format.
+    """Checks that a checkpoint can be converted to a format, with its adapters and the tensors that
+    training passed over.
 
     Args:
         checkpoint, state: The checkpoint, which may contain no adapters.
         to: Format to write.
-        base: HF directory that replaces the path of the base model.
+        base: HF directory that replaces the path of the model from which training began.
 
     Raises:
-        UserError: The format cannot contain what was trained, or the base model is not found or
-            differs.
+        UserError: The format cannot contain what was trained, or the model from which training
+            began is not found or differs.
     """
     folder, saved = checkpoint.folder, state.lora
-    if saved is None and base is not None:
+    has_policy = any(name.startswith("policy/") for name in checkpoint.manifest.files)
+    kept = state.passed_over if has_policy and to == HF_FORMAT else None
+    if saved is None and kept is None and base is not None:
         raise _no_base(base, f"{folder}, which contains all weights")
     if to == PEFT_FORMAT:
         allowed = "a checkpoint of a run with LoRA adapters"
         if saved is None:
             raise UserError(str(folder), "no adapters", allowed, "Use --to hf.")
-        has_policy = any(name.startswith("policy/") for name in checkpoint.manifest.files)
         parts = ", ".join(saved.full) if has_policy else "a value head"
         if parts:
             remedy = "Use --to hf, which writes all weights with the adapters merged into them."
@@ -277,6 +280,8 @@ def check_adapter_conversion(
             raise _no_base(base, "--to peft, which writes the adapters alone")
     elif saved is not None and saved.base.path is not None:
         base_directory(saved.base.reference, base)
+    elif kept is not None:
+        base_directory(kept.reference, base)
     elif base is not None:
         raise _no_base(base, f"{folder}, whose adapters were trained on initial weights")
 

@@ -292,7 +292,12 @@ def make_roles(
     roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     lora = lora_of(config.lora)
     source = model_source(
-        config.model, world.platform, config.longest_sequence(), lora, config.run.seed
+        config.model,
+        world.platform,
+        config.longest_sequence(),
+        lora,
+        config.run.seed,
+        is_exported=True,
     )
     section = config.algorithm
     warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0

@@ -15,6 +15,8 @@ from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import load_peft
 from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
 from hybridrl.models.family import read_model
+from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.init import init_adapters, init_weights
 from hybridrl.models.weights import VALUE_HEAD, Head, hf_shapes
@@ -31,6 +33,7 @@ def model_source(
     longest: int | None = None,
     lora: Lora | None = None,
     seed: int = 0,
+    is_exported: bool = False,
 ) -> ModelSource:
     """Reads the model's config.json and selects its family.
 
@@ -40,18 +43,25 @@ def model_source(
         longest: See `ModelSource`.
         lora: Adapters of the model; None if it has none.
         seed: Seed of initial weights.
+        is_exported: Whether the model is trained and may be exported.
     """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
-    family, _ = read_model(config.family, hf_config)
+    family, shape = read_model(config.family, hf_config)
     directory = model_directory(config, weights=False)
     if config.tokenizer is not None and Path(config.tokenizer).is_dir():
         directory = Path(config.tokenizer)
     name = config.family or family.name
-    base = None
+    base = kept = None
     if lora is not None:
         base = base_reference(config, hf_config, seed, platform.device.type)
-    return ModelSource(adapted(family, lora), hf_config, dtype, name, directory, longest, base)
+    if is_exported and config.path is not None:
+        stored = HfHeaders(model_directory(config)).shapes
+        if passed_over(stored, hf_shapes(family, shape)):
+            kept = base or base_reference(config, hf_config, seed, platform.device.type)
+    return ModelSource(
+        adapted(family, lora), hf_config, dtype, name, directory, longest, base, kept
+    )
 
 
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:

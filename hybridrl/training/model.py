@@ -99,6 +99,8 @@ class ModelSource:
         longest: Length of the longest sequence in tokens, needed if rotary positions depend on it
             (by_length.py).
         base: Reference to the model without adapters; None if it has none.
+        passed_over: Reference to the HF directory with tensors that training passes over; None if
+            there are none, or if the model is not exported.
     """
 
     family: Family
@@ -108,6 +110,7 @@ class ModelSource:
     directory: Path
     longest: int | None = None
     base: BaseReference | None = None
+    passed_over: BaseReference | None = None
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
@@ -117,9 +120,15 @@ class ModelSource:
     @property
     def files(self) -> ModelFiles:
         """Files from the model's HF directory that checkpoints include."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        lora = self.family.lora
-        return ModelFiles(self.hf_config, self.family_key, dtype, self.directory, lora, self.base)
+        return ModelFiles(
+            hf_config=self.hf_config,
+            family=self.family_key,
+            dtype=str(self.dtype).removeprefix("torch."),
+            side_files=self.directory,
+            lora=self.family.lora,
+            base=self.base,
+            passed_over=self.passed_over,
+        )
 
     @cached_property
     def extra_inputs(self) -> ExtraInputs | None:
@@ -475,6 +484,11 @@ class ParallelModel:
     def base(self) -> BaseReference | None:
         """Reference to the model without adapters; None if it has none."""
         return self.source.base
+
+    @property
+    def passed_over(self) -> BaseReference | None:
+        """Reference to the model with tensors that training passes over; None if there are none."""
+        return self.source.passed_over
 
     @property
     def trained_family(self) -> Family:

@@ -42,8 +42,10 @@ def test_convert_there_and_back_is_bitwise_the_input(name: str, tmp_path: Path) 
         buffer.data = torch.rand(buffer.shape)
     model.save_pretrained(tmp_path / "hf", max_shard_size=shard)
     expected = tensors_of(tmp_path / "hf")
-    if name == "deepseek_v3":  # a layer that predicts further tokens, which is not ours
-        further = {f"model.layers.4.{n}.weight": torch.ones(3) for n in ("eh_proj", "enorm")}
+    further: dict[str, torch.Tensor] = {}
+    if name == "deepseek_v3":  # a layer that predicts further tokens, and is passed over
+        further = {f"model.layers.4.{n}.weight": torch.rand(3) for n in ("eh_proj", "enorm")}
+        further["visual.patch.weight"] = torch.rand(2, 5).half()
         save_file({**expected, **further}, tmp_path / "hf" / "model.safetensors")
     run(
         "convert",
@@ -58,14 +60,24 @@ def test_convert_there_and_back_is_bitwise_the_input(name: str, tmp_path: Path) 
     )
     run("convert", tmp_path / "megatron", tmp_path / "back", "--to", "hf")
     found = tensors_of(tmp_path / "back")
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() | further.keys()
+    for tensor, kept in further.items():
+        assert found[tensor].dtype == kept.dtype and torch.equal(found[tensor], kept)
     for tensor in expected:
         stored = torch.float32 if is_kept_in_fp32(tensor) else dtype
         assert found[tensor].dtype == expected[tensor].dtype == stored
         assert torch.equal(found[tensor], expected[tensor]), tensor
-    kept = json.loads((tmp_path / "back" / "config.json").read_text())
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
     original = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert kept == original
+    assert written == original
+    if further:  # which come from the directory of the model, wherever it is now
+        (tmp_path / "hf").rename(tmp_path / "moved")
+        arguments = "convert", tmp_path / "megatron", tmp_path / "again", "--to", "hf"
+        assert "with --base" in run(*arguments, expect=2)
+        run(*arguments, "--base", tmp_path / "moved")
+        again = tensors_of(tmp_path / "again")
+        assert all(torch.equal(again[tensor], found[tensor]) for tensor in found)
+        (tmp_path / "moved").rename(tmp_path / "hf")
     # transformers takes the result, and computes the same with it.
     tokens = torch.arange(1, 12)[None]
     models = [

@@ -1,7 +1,8 @@
-"""The model that adapters were trained on, as checkpoints refer to it. No torch.
+"""The model from which training began, as checkpoints refer to it. No torch.
 
-A checkpoint of a run with LoRA adapters does not contain the frozen weights. It names the model
-instead, with a digest that detects another model of the same name.
+A checkpoint of a run with LoRA adapters does not contain the frozen weights, and no checkpoint
+contains the tensors that training passes over. It names the model instead, with a digest that
+detects another model of the same name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DIGESTED_BYTES = 1 << 20  # at each end of a weight file
 
 @dataclass(frozen=True)
 class BaseReference:
-    """A model without its adapters.
+    """A model before training, without adapters.
 
     Args:
         path: HF directory, or hub name with its commit; None for initial weights.
@@ -101,7 +102,7 @@ def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
         CheckpointError: The model is not found, or has other weights.
     """
     assert base.path is not None
-    remedy = "Pass the directory of the model that the adapters were trained on with --base."
+    remedy = "Pass the directory of the model from which training began with --base."
     if moved is not None and not os.path.isdir(moved):
         raise CheckpointError("--base", moved, "an HF directory", "Correct the path.")
     if moved is not None:
@@ -123,11 +124,11 @@ def other_base(key: str, found: str, base: BaseReference, remedy: str) -> Checkp
     Args:
         key: Model that was found.
         found: Digest of its weights.
-        base: Model that the adapters were trained on.
+        base: Model from which training began.
     """
     return CheckpointError(
         f"weights of {key}",
         f"digest {found[:12]}",
-        f"digest {base.digest[:12]}, as {base.named} had when the adapters were trained",
+        f"digest {base.digest[:12]}, as {base.named} had when training began",
         remedy,
     )

@@ -22,6 +22,7 @@ from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_
 from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
+from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.weights import VALUE_HEAD
 
 SINGLE_FILE = "model.safetensors"
@@ -34,8 +35,6 @@ OTHER_WEIGHTS = (
 )  # weight formats that hybridrl cannot read; the first one found is reported
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
-# A layer for multi-token prediction, after the last layer, contains a tensor with this name.
-MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
 # Rotary buffers in old checkpoints; and a vocabulary head that is not used, because the embeddings
 # are tied or the model has a value head.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
@@ -99,7 +98,7 @@ class HfHeaders:
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory contains exactly the tensors in `shapes`.
 
-        Rotary buffers and layers for multi-token prediction (DeepSeek-V3's MTP) are ignored.
+        Rotary buffers and the tensors that training passes over (passed_over.py) are ignored.
         `lm_head.weight` is also ignored in value models and with tied embeddings; with tied
         embeddings, it must equal the embedding. If `score.weight` is missing, the only unknown
         tensor with the value head's shape is used as value head, whatever its name.
@@ -111,10 +110,9 @@ class HfHeaders:
                 raise self._error(name, MISSING, f"a tensor of shape {shape}")
             if name in self.shapes and self.shapes[name] != shape:
                 raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
-        mtp = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
-        layers = tuple(layer for layer in mtp if not any(name.startswith(layer) for name in shapes))
+        ignored = set(passed_over(self.shapes, shapes))
         for name in self.shapes:
-            if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
+            if name not in shapes and not NOT_WEIGHTS.search(name) and name not in ignored:
                 raise self._error(name, f"shape {self.shapes[name]}", "no tensor with this name")
         is_tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes and HF_EMBEDDING in shapes
         if is_tied and LM_HEAD in self.shapes and not self._are_equal(LM_HEAD, HF_EMBEDDING):
@@ -157,10 +155,11 @@ class HfHeaders:
         Raises:
             CheckpointError: There are several such tensors.
         """
+        ignored = set(passed_over(self.shapes, shapes))
         found = [
             name
             for name, shape in self.shapes.items()
-            if name not in shapes and shape == shapes[VALUE_HEAD]
+            if name not in shapes and name not in ignored and shape == shapes[VALUE_HEAD]
         ]
         if len(found) > 1:
             named = ", ".join(plain(name, 80) for name in found[:8])

@@ -23,6 +23,7 @@ from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
+from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.weights import RankLayout, Region, check_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -53,6 +54,29 @@ class HfCheckpoint(HfHeaders):
     def dtypes(self) -> dict[str, torch.dtype]:
         """Data type of each tensor, by name."""
         return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
+
+
+class KeptTensors:
+    """The tensors in an HF directory that training passes over; exports contain them unchanged.
+
+    Args:
+        directory: HF directory from which training began.
+        known: Names of the model's tensors.
+
+    Attributes:
+        shapes, dtypes: Shape and data type of each tensor, by name.
+    """
+
+    def __init__(self, directory: str | Path, known: Collection[str]) -> None:
+        self._checkpoint = HfCheckpoint(directory)
+        names = passed_over(self._checkpoint.shapes, known)
+        self.shapes: dict[str, Shape] = {name: self._checkpoint.shapes[name] for name in names}
+        self.dtypes = {name: self._checkpoint.dtypes[name] for name in names}
+
+    def read(self, name: str) -> Tensor:
+        """Returns one whole tensor. Raises CheckpointError if its file is missing or damaged."""
+        with open_shard(self._checkpoint.files[name], "pt") as opened:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def load_hf(
@@ -135,16 +159,24 @@ class HfPlaces:
         shapes: Shape of every HF tensor in the directory, in file order.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
+        kept: Tensors to write in addition, with their own types.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int
+        self,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        max_shard_bytes: int,
+        kept: KeptTensors | None = None,
     ) -> None:
-        self._shapes, self._dtype = dict(shapes), dtype
+        dtypes = {name: stored_as(name, dtype) for name in shapes}
+        if kept is not None:
+            shapes, dtypes = {**shapes, **kept.shapes}, {**dtypes, **kept.dtypes}
+        self._shapes, self._dtypes = dict(shapes), dtypes
         shards: list[list[str]] = [[]]
         filled = 0
         for name, shape in shapes.items():
-            num_bytes = torch.Size(shape).numel() * stored_as(name, dtype).itemsize
+            num_bytes = torch.Size(shape).numel() * dtypes[name].itemsize
             if shards[-1] and filled + num_bytes > max_shard_bytes:
                 shards.append([])
                 filled = 0
@@ -170,7 +202,7 @@ class HfPlaces:
         starts, end = {}, 0
         for name in names:
             starts[name] = end
-            dtype = stored_as(name, self._dtype)
+            dtype = self._dtypes[name]
             end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
             header[name] = {
                 "dtype": _KINDS[_dtype_name(dtype)],
@@ -203,7 +235,7 @@ class HfPlaces:
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
         file, offset = self._offsets[name]
-        data = tensor.detach().to(device="cpu", dtype=stored_as(name, self._dtype)).contiguous()
+        data = tensor.detach().to(device="cpu", dtype=self._dtypes[name]).contiguous()
         with (directory / file).open("r+b") as opened:
             opened.seek(offset)
             opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
@@ -225,6 +257,7 @@ class HfWriter:
         side_files: Directory from which tokenizer files are copied, if any.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
         card: Text of README.md, or None.
+        kept: See `HfPlaces`.
 
     Raises:
         CheckpointError: The directory exists and is not empty.
@@ -240,6 +273,7 @@ class HfWriter:
         side_files: Path | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         card: str | None = None,
+        kept: KeptTensors | None = None,
     ) -> None:
         self.directory = Path(directory)
         if self.directory.exists() and (
@@ -251,8 +285,8 @@ class HfWriter:
                 "a new or empty directory",
                 "Choose another directory or remove this one.",
             )
-        self._missing = set(shapes)
-        self._places = HfPlaces(shapes, dtype, max_shard_bytes)
+        self._missing = {*shapes, *(() if kept is None else kept.shapes)}
+        self._places = HfPlaces(shapes, dtype, max_shard_bytes, kept)
         self.partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
         self.partial.mkdir(parents=True)
         try:
