@@ -15,6 +15,7 @@ from hybridrl.agents.asked import (
     check_sampling,
     event,
     malformed,
+    object_in,
     reads_calls,
     refused,
     stop_strings,
@@ -50,7 +51,7 @@ class Messages:
         for name in NOT_SUPPORTED:
             if body.get(name):
                 raise refused(name, body[name], "leave it out")
-        form = (body.get("output_config") or {}).get("format")
+        form = object_in(body, "output_config").get("format")
         if form:
             raise refused("output_config.format", form, "leave it out")
         conversation = self.conversation(body)
@@ -161,7 +162,7 @@ def _turn(content: Any, where: str) -> Message:
         if kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
-            arguments = block.get("input") or {}
+            arguments = object_in(block, "input")
             calls.append(tool_call(str(block.get("id")), str(block.get("name")), arguments))
         elif kind != "redacted_thinking":
             texts.append(text_of([block], f"{where}.content[{place}]"))

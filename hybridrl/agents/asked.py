@@ -187,10 +187,10 @@ def check_sampling(body: Mapping[str, Any], terms: SamplingTerms) -> OwnSampling
             raise refused(name, value, "a number")
         if not terms.may_differ or name == "top_k":
             raise refused(name, value, f"{own:g}, the run's rollout.{name}, or leave it out")
-        if (name == "temperature" and not 0 <= value <= 2) or (
-            name == "top_p" and not 0 < value <= 1
-        ):
-            raise refused(name, value, "0 to 2" if name == "temperature" else "above 0, at most 1")
+        if name == "temperature" and not (value == 0 or terms.lowest_temperature <= value <= 2):
+            raise refused(name, value, f"0, or {terms.lowest_temperature:g} to 2")
+        if name == "top_p" and not 0 < value <= 1:
+            raise refused(name, value, "above 0, at most 1")
         found[name] = float(value)
     return OwnSampling(**found)
 
@@ -220,6 +220,26 @@ def stop_strings(body: Mapping[str, Any], name: str, terms: SamplingTerms) -> tu
     return tuple(given)
 
 
+def object_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the object in a field of a request; empty if the field is not set."""
+    found = body.get(name)
+    if not isinstance(found, (dict, type(None))):
+        raise malformed(name, found, "an object")
+    return found or {}
+
+
+def list_in(body: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
+    """Returns the list in a field of a request; empty if the field is not set.
+
+    Args:
+        where: Name of the field for messages, if it is not `name`.
+    """
+    found = body.get(name)
+    if not isinstance(found, (list, type(None))):
+        raise malformed(where or name, found, "a list")
+    return found or []
+
+
 def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
     """Returns the first of several fields that is set; it must be a number of at least 1."""
     for name in names:
@@ -234,9 +254,7 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
 
 def template_arguments(body: Mapping[str, Any], effort: Any = None) -> dict[str, Any]:
     """Returns the arguments of the chat template that a request sets."""
-    found = body.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict):
-        raise malformed("chat_template_kwargs", found, "an object")
+    found = object_in(body, "chat_template_kwargs")
     if wrong := _OF_RENDERING & found.keys():
         name = f"chat_template_kwargs.{min(wrong)}"
         raise malformed(name, found[min(wrong)], "arguments that the chat template itself reads")
@@ -276,11 +294,8 @@ def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
     Raises:
         BadRequest: A tool is not a function.
     """
-    if not given:
-        return ()
-    if not isinstance(given, list):
-        raise malformed("tools", given, "a list")
-    return tuple(_tool(tool, place) for place, tool in enumerate(given))
+    found = list_in({"tools": given}, "tools")
+    return tuple(_tool(tool, place) for place, tool in enumerate(found))
 
 
 def _tool(tool: Any, place: int) -> dict[str, Any]:
@@ -295,7 +310,9 @@ def _tool(tool: Any, place: int) -> dict[str, Any]:
         raise malformed(f"{where}.type", kind, "function, because the client must run the tool")
     if not isinstance(inner.get("name"), str):
         raise malformed(f"{where}.name", inner.get("name"), "a text")
-    description = inner.get("description") or ""
+    if not isinstance(schema, (dict, type(None))):
+        raise malformed(f"{where}.parameters", schema, "an object")
+    description = text_of(inner.get("description"), f"{where}.description")
     found = {"name": inner["name"], "description": description, "parameters": schema or {}}
     return {"type": "function", "function": found}
 

@@ -70,6 +70,7 @@ class SamplingTerms:
         may_differ: Whether clients may choose another temperature and top_p. False in training,
             which needs samples of the run's own distribution.
         takes_stop_strings: Whether the engine ends turns at strings.
+        lowest_temperature: Lowest temperature that the engine supports, apart from 0.
     """
 
     temperature: float
@@ -78,6 +79,7 @@ class SamplingTerms:
     top_k: int = 0
     may_differ: bool = False
     takes_stop_strings: bool = True
+    lowest_temperature: float = 0.0
 
 
 class TurnBackend(Protocol):

@@ -18,7 +18,8 @@ from typing import Any
 
 from hybridrl.agents.conversation import ASSISTANT, SYSTEM, USER, BadRequest, Conversation
 from hybridrl.agents.samples import Message
-from hybridrl.data.text_tokens import TextTokens
+from hybridrl.data.text_tokens import Encode, TextTokens
+from hybridrl.errors import error_text
 
 _OPENED = re.compile(r"<think>\s*\Z")
 _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
@@ -90,9 +91,9 @@ class ChatTemplate:
         Raises:
             TemplateError: The template rejects the messages.
         """
-        text = self.text(conversation, self._prepared(conversation.messages), opens_turn=True)
-        (tokens,) = self._encoder.plain([text])
-        return Rendered(tuple(tokens), _OPENED.search(text) is not None)
+        text = self.text(conversation, self.prepared(conversation.messages), opens_turn=True)
+        tokens = self._encoded(self._encoder.plain, text)
+        return Rendered(tokens, _OPENED.search(text) is not None)
 
     def continuation(
         self, conversation: Conversation, num_known: int, last: int | None
@@ -121,8 +122,8 @@ class ChatTemplate:
                 text = text[len(end) :]
             else:
                 num_dropped = 1
-        (tokens,) = self._encoder.continued([text])
-        return Rendered(tuple(tokens), _OPENED.search(text) is not None, num_dropped)
+        tokens = self._encoded(self._encoder.continued, text)
+        return Rendered(tokens, _OPENED.search(text) is not None, num_dropped)
 
     def text_after(self, conversation: Conversation, num_known: int) -> str | None:
         """Returns the text that the template renders after a turn's own text, from its end token
@@ -130,7 +131,7 @@ class ChatTemplate:
 
         The arguments are those of `continuation`.
         """
-        messages = self._prepared(conversation.messages)
+        messages = self.prepared(conversation.messages)
         turn = messages[num_known - 1]
         if calls := turn.get("tool_calls"):
             marked = [self._marked_call(call) for call in calls]
@@ -169,13 +170,13 @@ class ChatTemplate:
                 **{**self._arguments, **conversation.arguments},
             )
         except Exception as error:  # a template may raise any error, or be missing
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = error_text(error, 200)
             raise TemplateError(
                 f"The model's chat template rejects these messages: {reason}", "messages"
             ) from error
         return text
 
-    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Returns messages in the form that the template takes."""
         found = []
         for place, message in enumerate(messages):
@@ -188,6 +189,13 @@ class ChatTemplate:
                 ready["tool_calls"] = [self._ready_call(call) for call in calls]
             found.append(ready)
         return found
+
+    def without_end(self, text: str) -> str:
+        """Returns a text without an end token at its end."""
+        for stop in self._stops.values():
+            if stop and text.endswith(stop):
+                return text[: -len(stop)]
+        return text
 
     def _ready_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -227,6 +235,15 @@ class ChatTemplate:
         if isinstance(value, (list, tuple)):
             return [self._harmless(one) for one in value]
         return value
+
+    def _encoded(self, encode: Encode, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(encode([text])[0])
+        except Exception as error:  # tokenizers have no exception class for unknown words
+            reason = error_text(error, 200)
+            raise TemplateError(
+                f"The model's tokenizer cannot encode these messages: {reason}", "messages"
+            ) from error
 
     def _needs_text_arguments(self) -> bool:
         """Whether the template renders arguments of tool calls correctly only as JSON text."""

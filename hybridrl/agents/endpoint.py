@@ -181,6 +181,8 @@ class Endpoint:
             return await handler(request)
         except BadRequest as error:
             return self._error(request, error)
+        except RecursionError:
+            return self._error(request, BadRequest("The body is nested too deeply."))
         except web.HTTPRequestEntityTooLarge:
             message = f"The request is larger than {self._max_body_bytes} bytes."
             return self._error(request, BadRequest(message, code="request_too_large", status=413))

@@ -11,7 +11,9 @@ from hybridrl.agents.asked import (
     Asked,
     check_sampling,
     event,
+    list_in,
     malformed,
+    object_in,
     reads_calls,
     stop_strings,
     template_arguments,
@@ -40,7 +42,7 @@ class ChatCompletions:
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
         calls = reads_calls(body, body.get("tool_choice"))
-        stream_options = body.get("stream_options") or {}
+        stream_options = object_in(body, "stream_options")
         return Asked(
             conversation=Conversation(
                 tuple(_messages(body.get("messages"))),
@@ -132,7 +134,8 @@ def _messages(given: Any) -> Iterator[Message]:
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
             if not isinstance(reasoning, str):
                 raise malformed(f"{where}.reasoning_content", reasoning, "a text")
-            calls = [_read_call(call, where) for call in message.get("tool_calls") or ()]
+            listed = list_in(message, "tool_calls", f"{where}.tool_calls")
+            calls = [_read_call(call, where) for call in listed]
             yield assistant(content or str(message.get("refusal") or ""), reasoning, calls)
             continue
         found: dict[str, Any] = {"role": role, "content": content}

@@ -12,7 +12,9 @@ from hybridrl.agents.asked import (
     Asked,
     check_sampling,
     event,
+    list_in,
     malformed,
+    object_in,
     reads_calls,
     refused,
     template_arguments,
@@ -48,14 +50,14 @@ class Responses:
         for name in STATEFUL:
             if body.get(name):
                 raise malformed(name, body[name], "no value; send the whole input instead")
-        form = (body.get("text") or {}).get("format")
+        form = object_in(body, "text").get("format")
         if form not in (None, {"type": "text"}):
             raise refused("text.format", form, "{'type': 'text'}, or leave it out")
         messages = list(_messages(body.get("input")))
         if body.get("instructions"):
             text = text_of(body["instructions"], "instructions")
             messages.insert(0, {"role": SYSTEM, "content": text})
-        effort = (body.get("reasoning") or {}).get("effort")
+        effort = object_in(body, "reasoning").get("effort")
         return Asked(
             conversation=Conversation(
                 tuple(messages), tools_of(body.get("tools")), template_arguments(body, effort)
@@ -154,7 +156,8 @@ def _messages(given: Any) -> Iterator[Message]:
                 raise malformed(f"{where}.name", item.get("name"), "a text")
             turn = turn or assistant("")
             call_id = str(item.get("call_id") or "")
-            call = tool_call(call_id, item["name"], item.get("arguments") or "{}")
+            arguments = text_of(item.get("arguments"), f"{where}.arguments")
+            call = tool_call(call_id, item["name"], arguments)
             turn.setdefault("tool_calls", []).append(call)
         elif kind == RESULT:
             content = text_of(item.get("output"), f"{where}.output")
@@ -175,7 +178,8 @@ def _has_text(turn: Mapping[str, Any]) -> bool:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    parts = item.get("content") or item.get("summary") or []
+    name = "content" if item.get("content") else "summary"
+    parts = list_in(item, name, f"{where}.{name}")
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     if not all(isinstance(text, str) for text in texts):
         raise malformed(f"{where}.content", parts, "parts with text")

@@ -157,6 +157,8 @@ class Session:
         budgets: Limits.
         max_context: Maximum number of tokens in a prompt and its turn.
         template: Renders messages; None if clients may send only token ids.
+        max_kept: Number of turns that later requests can continue; older turns are forgotten, and
+            are in no row. None keeps all turns.
 
     Attributes:
         session_id: Public name.
@@ -171,18 +173,19 @@ class Session:
         budgets: Budgets,
         max_context: int,
         template: ChatTemplate | None,
+        max_kept: int | None = None,
     ) -> None:
         self.session_id = f"s{sample_key}-{secrets.token_hex(4)}"
         self.token = secrets.token_urlsafe(32)
         self.sample_key, self.row, self.counts = sample_key, row, Counter[str]()
         self.opened_at = time.monotonic()
-        self._budgets, self._template = budgets, template
+        self._budgets, self._template, self._max_kept = budgets, template, max_kept
         bound = budgets.max_row_tokens
         self._max_context = max_context if bound is None else min(bound, max_context)
         self._lock = threading.RLock()
         self._turns: list[Turn] = []
         self._by_digest: dict[bytes, list[Turn]] = {}
-        self._num_requested = self._num_abandoned = self._num_sampled = 0
+        self._num_finished = self._num_requested = self._num_abandoned = self._num_sampled = 0
         self._is_open = True
 
     @property
@@ -193,7 +196,7 @@ class Session:
     @property
     def num_turns(self) -> int:
         """Number of finished turns."""
-        return len(self._turns)
+        return self._num_finished
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -265,7 +268,7 @@ class Session:
             if prepared.digest is not None and message is not None:
                 digest = next_digest(prepared.digest, message)
             turn = Turn(
-                number=len(self._turns),
+                number=self._num_finished,
                 parent=prepared.parent,
                 num_shared=prepared.num_shared,
                 context=prepared.tokens[prepared.num_shared :],
@@ -276,11 +279,14 @@ class Session:
                 text=text,
             )
             self._turns.append(turn)
+            self._num_finished += 1
             if digest is not None:
                 self._by_digest.setdefault(digest, []).append(turn)
             self.counts["conversations"] += turn.parent is None
             if turn.parent is not None and turn.num_shared < turn.parent.num_tokens:
                 self.counts["replaced_ends"] += 1
+            if self._max_kept is not None and len(self._turns) > self._max_kept:
+                self._forget(self._turns.pop(0))
             return turn
 
     def abandon(self) -> None:
@@ -372,6 +378,12 @@ class Session:
                 alike = [turn for turn in fitting if call_ids(turn.message or {}) == wanted]
                 return num, (alike or fitting)[0]
         return 0, None
+
+    def _forget(self, turn: Turn) -> None:
+        if turn.digest is not None:
+            self._by_digest[turn.digest].remove(turn)
+            if not self._by_digest[turn.digest]:
+                del self._by_digest[turn.digest]
 
     def _limited(self, prepared: Prepared, max_tokens: int | None) -> Prepared:
         """Returns the turn with its number and token limit, after checking the budgets.
@@ -489,15 +501,24 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, sample_key: int, row: Any = None, budgets: Budgets | None = None) -> Session:
+    def open(
+        self,
+        sample_key: int,
+        row: Any = None,
+        budgets: Budgets | None = None,
+        max_kept: int | None = None,
+    ) -> Session:
         """Opens a session, whose `token` a client sends as its API key.
 
         Args:
             sample_key: Number of the sample, for seeds and results.
             row: Row of the data that the agent works on; returned with the result.
             budgets: Limits of the session; default: none.
+            max_kept: See `Session`.
         """
-        session = Session(sample_key, row, budgets or Budgets(), self._max_context, self.template)
+        session = Session(
+            sample_key, row, budgets or Budgets(), self._max_context, self.template, max_kept
+        )
         digest = _token_digest(session.token)
         with self._lock:
             self._open[digest] = _Open(session, digest)

@@ -5,7 +5,7 @@ Does not import torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridrl.agents.asked import (
@@ -15,7 +15,9 @@ from hybridrl.agents.asked import (
     Asked,
     check_sampling,
     event,
+    list_in,
     malformed,
+    object_in,
     stop_strings,
     whole_number,
 )
@@ -23,6 +25,7 @@ from hybridrl.agents.backend import SamplingTerms
 from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.openai_chat import openai_error
 
+STOPS = "sampling_params.stop_token_ids"
 NOT_SUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -42,19 +45,14 @@ class TokenForm:
         for name in NOT_SUPPORTED:
             if body.get(name):
                 raise malformed(name, body[name], "no value; this endpoint takes text only")
-        sampling = body.get("sampling_params") or {}
-        if not isinstance(sampling, dict):
-            raise malformed("sampling_params", sampling, "an object")
-        tokens = body.get("token_ids")
-        if not isinstance(tokens, list) or not tokens:
+        sampling = object_in(body, "sampling_params")
+        if not (tokens := list_in(body, "token_ids")):
             raise malformed("token_ids", tokens, "a list with at least one token id")
         return Asked(
             tokens=self._token_ids(tokens, "token_ids"),
             max_tokens=whole_number(sampling, "max_tokens"),
             stop_strings=stop_strings(sampling, "stop", terms),
-            stop_token_ids=self._token_ids(
-                sampling.get("stop_token_ids") or [], "sampling_params.stop_token_ids"
-            ),
+            stop_token_ids=self._token_ids(list_in(sampling, "stop_token_ids", STOPS), STOPS),
             streams=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             sampling=check_sampling(sampling, terms),
@@ -91,11 +89,9 @@ class TokenForm:
     def error_event(self, error: BadRequest) -> str:
         return event(json.dumps(openai_error(error)))
 
-    def _token_ids(self, given: Any, where: str) -> tuple[int, ...]:
+    def _token_ids(self, given: Sequence[Any], where: str) -> tuple[int, ...]:
         wrong = [
-            token
-            for token in (given if isinstance(given, list) else [given])
-            if type(token) is not int or not 0 <= token < self._vocab_size
+            token for token in given if type(token) is not int or not 0 <= token < self._vocab_size
         ]
         if wrong:
             raise malformed(where, wrong[0], f"token ids from 0 to {self._vocab_size - 1}")

@@ -22,6 +22,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _FIELDS = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PYTHON = {"True": True, "False": False, "None": None}  # as Qwen3.5's template writes them
 _THINK, _THINK_END = "<think>", "</think>"
 
 
@@ -384,12 +385,13 @@ def _typed(tool: str, key: str, value: str, schemas: Schemas) -> Any:
 
     Without a schema, numbers, true, false, null, lists and objects are read as JSON.
     """
-    schema = schemas.get(tool, {}).get("properties", {}).get(key, {})
+    properties = schemas.get(tool, {}).get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string" or kind == ["string"]:
         return value
     try:
         found = parse_json(value)
     except ValueError:
-        return value
+        return value if kind is None else _PYTHON.get(value, value)
     return value if isinstance(found, str) and kind is None else found

@@ -18,7 +18,20 @@ import typer
 from typer.core import TyperGroup
 
 from hybridrl import __version__, console
-from hybridrl.cli import bench, check, convert, eval, init, launch, plan, push, report, top, train
+from hybridrl.cli import (
+    bench,
+    check,
+    convert,
+    eval,
+    init,
+    launch,
+    plan,
+    push,
+    report,
+    serve,
+    top,
+    train,
+)
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.errors import UserError
 from hybridrl.parallel import failure
@@ -48,6 +61,7 @@ app.command()(check.check)
 app.command()(plan.plan)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
+app.command()(serve.serve)
 app.command()(convert.convert)
 app.command()(push.push)
 app.command()(report.report)

@@ -210,6 +210,32 @@ def validate_evaluation(
         _check_run(config, trains=False)
 
 
+def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -> None:
+    """Checks everything that `serve` needs.
+
+    Args:
+        checkpoint: Folder that replaces the run's newest checkpoint.
+
+    Raises:
+        UserError: Either a ConfigError that contains every violation, or the first error in the
+            checkpoint.
+    """
+    if find_spec("aiohttp") is None:
+        raise UserError(
+            "aiohttp",
+            MISSING,
+            "an installed package, which the endpoint for agents needs",
+            "Run pip install 'hybridrl[agents]'.",
+        )
+    _raise_all(without_training(_common(config, world_size, has_teacher=False)))
+    if checkpoint is None:
+        _check_run(config, trains=False)
+        return
+    check_run_folder(config, trains=False)
+    open_checkpoint(checkpoint)
+    _check_tokenizer_contents(config.model)
+
+
 def validate_conversion(
     source: Path,
     target: Path,

@@ -88,7 +88,8 @@ def make_data(
             loaded = None
         validation = load_validation(config, store, needs, evaluated, notify)
         if loaded is None:
-            known = (evaluated, validation, *set_prompts)
+            # `hybridrl serve` may have no data, but a source of prompts needs a prompt.
+            known = (evaluated, validation, *set_prompts, (Prompt(0, "", ends[:1] or (0,)),))
             loaded = LoadedPrompts(next(filter(None, known)), np.array([], np.int32), LeftOut(""))
         for prompts in (loaded.prompts, evaluated, validation, *set_prompts):
             check_token_range(prompts, num_tokens)

@@ -117,7 +117,7 @@ def gate(agent: Agent, turn: Turn) -> None:
     """Compares the tokens of a conversation with the template's rendering of its end."""
     conversation = turn.request
     messages = [*conversation.messages, turn.message]
-    rendered = agent.template.text(conversation, agent.template._prepared(messages), False)
+    rendered = agent.template.text(conversation, agent.template.prepared(messages), False)
     held = tokenizer_of(agent.name).decode(list(turn.tokens()))
     if agent.name == "glm4":  # the model's last token opens the next message
         held = held.removesuffix("<|user|>")

@@ -1,0 +1,95 @@
+"""Checks at the start whether a chat template only appends to a conversation. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from hybridrl.agents.chat_template import ChatTemplate, TemplateError
+from hybridrl.agents.conversation import TOOL, USER, Conversation, assistant, tool_call
+from hybridrl.agents.samples import Message
+from hybridrl.agents.tool_formats import TurnReader
+
+_THOUGHT, _ANSWER = "thought-q7", "answer-q7"
+_EMPTY = re.compile(r"<think>\s*</think>\s*")
+_TOOLS: tuple[Message, ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "Looks up.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+        },
+    },
+)
+KEPT = "Tokens that were sampled stay as they are, and only new messages are rendered after them."
+
+
+def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
+    """Returns what a user should know about a chat template before agents are trained with it;
+    empty if the template only appends to conversations and its tool calls can be read.
+    """
+    found = list(dict.fromkeys(_differences(template)))
+    if not template.allows_late_system:
+        found.append(
+            "the chat template takes a system message only at the beginning. Later ones are passed "
+            "to the model as reminders in messages of the user."
+        )
+    if reader.tool_format is None:
+        found.append(
+            "the chat template shows no known format of tool calls. Tool calls stay in the text, "
+            "unless agent.tool_format names the format."
+        )
+    return found
+
+
+def _differences(template: ChatTemplate) -> Iterator[str]:
+    user: Message = {"role": USER, "content": "question-q7"}
+    call = tool_call("functions.f:0", "f", {"x": "y"})
+    result: Message = {"role": TOOL, "tool_call_id": call["id"], "name": "f", "content": "found-q7"}
+    answer, thoughtful = assistant(_ANSWER), assistant(_ANSWER, _THOUGHT)
+    calling = assistant("", "", [call])
+    cases: Sequence[tuple[str, list[Message], Message]] = (
+        ("a new question", [user, answer], user),
+        ("a new question", [user, thoughtful], user),
+        ("a tool's result", [user, calling], result),
+        ("a second tool's result", [user, calling, result, calling], result),
+        ("a new question", [user, calling, result, answer], user),
+    )
+    for what, known, new in cases:
+        tools = _TOOLS if any(message.get("tool_calls") for message in known) else ()
+        conversation = Conversation((*known, new), tools)
+        try:
+            yield from _difference(template, conversation, len(known), what)
+        except TemplateError as error:
+            yield f"after {what}: {error.message} Requests with these messages are refused."
+
+
+def _difference(
+    template: ChatTemplate, conversation: Conversation, num_known: int, what: str
+) -> Iterator[str]:
+    """Yields a note if the template renders the messages before the new one differently after the
+    new message has arrived.
+    """
+    if template.text_after(conversation, num_known) is None:
+        yield (
+            "the chat template leaves out turns of the assistant. Every request begins a new "
+            "conversation, so each turn becomes a row of its own."
+        )
+        return
+    messages = template.prepared(conversation.messages)
+    before = template.text(conversation, messages[:num_known], False).rstrip()
+    after = template.text(conversation, messages, True)
+    if after.startswith(before):
+        return
+    if _THOUGHT in before and _THOUGHT not in after:
+        yield f"the chat template drops the reasoning of earlier turns after {what}. {KEPT}"
+    elif after.startswith(template.without_end(before)):
+        yield (
+            f"the chat template ends a turn with another token after {what}. The sampled end token "
+            "is trained in a row of its own, and the context has the template's token."
+        )
+    elif _EMPTY.sub("", after).startswith(_EMPTY.sub("", before)):
+        yield f"the chat template adds or removes empty <think> blocks in earlier turns. {KEPT}"
+    else:
+        yield f"the chat template renders earlier messages differently after {what}. {KEPT}"

@@ -1,0 +1,173 @@
+"""Bodies that are not as an API wants them: refused with an error of the API, never a crash."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from agent_server import Served
+from agent_templates import TOOL, tokenizer_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_agents_endpoint import post
+
+from hybridrl.agents.anthropic_messages import Messages
+from hybridrl.agents.asked import Asked, Dialect
+from hybridrl.agents.backend import SamplingTerms
+from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.openai_chat import ChatCompletions
+from hybridrl.agents.openai_responses import Responses
+from hybridrl.agents.sessions import Sessions
+from hybridrl.agents.token_form import TokenForm
+
+TERMS = SamplingTerms(temperature=1.0, max_context=4000)
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+SCHEMA = TOOL["function"]["parameters"]
+DIALECTS: dict[str, tuple[Dialect, dict[str, Any]]] = {
+    "chat": (
+        ChatCompletions(),
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c", "content": "2"},
+            ],
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "stop": ["x"],
+            "max_tokens": 5,
+            "stream_options": {"include_usage": True},
+            "chat_template_kwargs": {"enable_thinking": True},
+            "logit_bias": {},
+            "temperature": 1.0,
+        },
+    ),
+    "responses": (
+        Responses(),
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "r", "text": "Hm"}]},
+                {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "2"},
+            ],
+            "instructions": "Be brief.",
+            "tools": [{"type": "function", **TOOL["function"]}],
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": "low"},
+        },
+    ),
+    "messages": (
+        Messages(),
+        {
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                        {"type": "text", "text": "I add."},
+                        {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}],
+                },
+            ],
+            "tools": [{"name": "add", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto"},
+            "max_tokens": 9,
+        },
+    ),
+    "tokens": (
+        TokenForm(200),
+        {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "stop_token_ids": [5]}},
+    ),
+}
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 10**12),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Returns the paths of all values in a JSON value."""
+    found = [path] if path else []
+    if isinstance(value, (dict, list)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            found += places(inner, (*path, key))
+    return found
+
+
+def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
+    body = copy.deepcopy(body)
+    inner = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return body
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_wrong_value_anywhere_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
+    dialect, body = DIALECTS[name]
+    path = data.draw(st.sampled_from(places(body)))
+    wrong = replaced(body, path, data.draw(JUNK))
+    try:
+        asked = dialect.asked(json.loads(json.dumps(wrong)), TERMS)
+    except BadRequest as error:
+        assert error.status == 400 and dialect.error(error)
+        return
+    assert isinstance(asked, Asked)
+    if asked.conversation is None:
+        return
+    asked.conversation.digests()
+    session = SESSIONS.open(0)
+    try:
+        session.prepare(asked.conversation, asked.max_tokens)
+    except BadRequest as error:
+        assert error.status == 400
+
+
+def _sessions() -> Sessions:
+    from agent_templates import chat_template
+
+    return Sessions(4000, chat_template("qwen3"))
+
+
+SESSIONS = _sessions()
+
+
+def test_the_bodies_themselves_are_accepted() -> None:
+    for dialect, body in DIALECTS.values():
+        asked = dialect.asked(body, TERMS)
+        if asked.conversation is not None:
+            roles = [message["role"] for message in asked.conversation.messages]
+            assert roles == ["system", "user", "assistant", "tool"]
+            assert asked.conversation.messages[2]["tool_calls"][0]["id"] == "c"
+            assert asked.conversation.tools[0]["function"]["name"] == "add"
+
+
+def test_deep_nesting_and_half_characters_are_refused() -> None:
+    with Served() as served:
+        token, path = served.sessions.open(0).token, "/v1/chat/completions"
+        deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": '
+        deep += b'"f", "parameters": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}}]}"
+        for body in (deep, b'{"messages": ' + b"[" * 10**5, rb'{"messages": "\ud800"}'):
+            status, answer = post(served, path, body, token)
+            assert status == 400, answer
+        assert len(tokenizer_of("qwen3")) > 200
