@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.agents.anthropic_messages import Messages
-from hybridrl.agents.asked import Dialect
+from hybridrl.agents.asked import Asked, Dialect
 from hybridrl.agents.backend import TurnBackend
 from hybridrl.agents.conversation import BadRequest, body_digest
 from hybridrl.agents.openai_chat import ChatCompletions
@@ -31,7 +31,7 @@ from hybridrl.agents.openai_responses import Responses
 from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.token_form import TokenForm
 from hybridrl.agents.tool_formats import TurnReader
-from hybridrl.agents.turns import Keys, Turns
+from hybridrl.agents.turns import Keys, Running, Turns
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError, error_text
 
@@ -40,6 +40,7 @@ MAX_BODY_BYTES = 64 << 20
 KEEP_ALIVE_S = 15.0
 GRACE_S = 10.0
 START_TIMEOUT_S = 30.0
+SHUTDOWN_TIMEOUT_S = 1.0  # how long `close` waits for answers that are being sent
 
 
 class Endpoint:
@@ -156,7 +157,9 @@ class Endpoint:
         for path in self._dialects:
             app.router.add_post(path, self._turn)
         # With cancellation, a handler learns that its client went away.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
         try:
             await runner.setup()
             site = web.TCPSite(runner, self._host, port, reuse_address=True, backlog=2048)
@@ -274,9 +277,15 @@ class Endpoint:
         except BadRequest:
             session.count("refused_requests")
             raise
-        if not asked.streams:
-            answer = await self._turns.wait(running, self._keep_alive_s, None)
-            return web.json_response(dialect.answer(asked, answer))
+        if asked.streams:
+            return await self._streamed(request, dialect, asked, running)
+        answer = await self._turns.wait(running, self._keep_alive_s, None)
+        return web.json_response(dialect.answer(asked, answer))
+
+    async def _streamed(
+        self, request: web.Request, dialect: Dialect, asked: Asked, running: Running
+    ) -> web.StreamResponse:
+        """Sends a turn as server-sent events."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
@@ -284,13 +293,14 @@ class Endpoint:
         async def wait_on() -> None:
             await stream.write(dialect.keep_alive.encode())
 
-        try:
-            answer = await self._turns.wait(running, self._keep_alive_s, wait_on)
-        except BadRequest as error:
-            await stream.write(dialect.error_event(error).encode())
-        else:
-            await stream.write("".join(dialect.events(asked, answer)).encode())
-        await stream.write_eof()
+        with suppress(ConnectionResetError):  # the client went away
+            try:
+                answer = await self._turns.wait(running, self._keep_alive_s, wait_on)
+            except BadRequest as error:
+                await stream.write(dialect.error_event(error).encode())
+            else:
+                await stream.write("".join(dialect.events(asked, answer)).encode())
+            await stream.write_eof()
         return stream
 
     def _check_template(self) -> None:

@@ -92,7 +92,7 @@ def check_logps(directory: Path, answer: Any) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("rollout.engine=hf",),
+        pytest.param(("rollout.engine=hf",), marks=pytest.mark.full),
         pytest.param(("rollout.engine=vllm",), marks=[pytest.mark.full, pytest.mark.engine]),
         pytest.param(
             ("rollout.engine=vllm", "rollout.tp=2", "train.tp=2"),

@@ -136,6 +136,28 @@ def test_a_turn_without_a_client_is_aborted_and_a_closed_session_aborts_its_turn
         assert served.queue.num_unfinished == 0
 
 
+def test_a_stream_without_a_client_is_aborted_and_closing_waits_for_no_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Served(grace_s=0.1, keep_alive_s=0.05) as served:
+        session = served.sessions.open(0)
+        headers = {"Authorization": f"Bearer {session.token}"}
+        data = json.dumps(chat("endless", stream=True)).encode()
+        url = f"{served.endpoint.url}/v1/chat/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+            assert answer.read(5) == b": kee"
+        deadline = time.monotonic() + 5
+        while not served.rank.aborted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(served.rank.aborted) == 1
+        stream = urllib.request.urlopen(urllib.request.Request(url, data, headers))
+        begin = time.monotonic()
+        served.endpoint.close()
+        assert time.monotonic() - begin < 5
+        stream.close()
+    assert not caplog.records
+
+
 async def _close_while_asking(served: Served, session: Any, client: Any) -> None:
     asking = asyncio.to_thread(client.chat.completions.create, **chat("endless"))
     task = asyncio.create_task(asking)
