@@ -36,6 +36,7 @@ from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.generation.sample_tables import gathered_batch, table_of
 from hybridrl.parallel.exchange import Route, bring
+from hybridrl.training.batches.batch_plan import mini_batch_sizes
 from hybridrl.training.batches.packing import even_sizes
 from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
 
@@ -101,7 +102,8 @@ def made(prompts: list[Prompt], rank: int, size: int, samples: int, length: int)
 def tables(batch: TrainBatch, size: int, tp: int, budget: int) -> tuple[Tensor, Tensor]:
     """Returns which ranks train on which samples, and which has the results, (B, W) each."""
     lengths, groups = tuple(batch.lengths_B.tolist()), tuple(batch.group_B.tolist())
-    inputs = ScheduleInputs(lengths, groups, None, UPDATES, size // tp, budget, 1, 24_576)
+    parts = tuple(mini_batch_sizes(batch, UPDATES))
+    inputs = ScheduleInputs(lengths, groups, None, parts, size // tp, budget, 1, 24_576)
     dealt = schedule_samples(inputs)
     want_BW = torch.zeros(len(lengths), size, dtype=torch.bool)
     first_BW = torch.zeros_like(want_BW)

@@ -63,6 +63,7 @@ READERS = {
     "data.max_prompt_tokens": ALL,
     "reward": "train, eval",
     "environment": "train, eval",
+    "agent": "train, eval",
     "eval": "train, eval",
     "steps": "train",
     "steps.prompts_per_step": "plan, train, bench, check",

@@ -25,6 +25,14 @@ CHARACTERS = "0123456789*=[]()"
 NUM_SFT, NUM_TRAIN, NUM_HELD_OUT = 2000, 2000, 200
 SHARE_OF_CALLS = 0.3
 SEED = 0
+# For agents (examples/agents): the conversation in the form of the demonstrations.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{{ message.content }}<eos>"
+    "{% elif message.role == 'tool' %}({{ message.content }})"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> str:
@@ -73,6 +81,7 @@ def write_model(directory: Path) -> None:
         "unk_token": "<unk>",
         "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     write_json(directory / "config.json", config)
     write_json(directory / "tokenizer_config.json", tokenizer_config)

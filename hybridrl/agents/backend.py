@@ -140,6 +140,7 @@ class TurnQueue:
         self._new: dict[int, TurnRequest] = {}
         self._aborted: list[int] = []
         self._closed: str | None = None
+        self._is_woken = False
 
     @property
     def num_unfinished(self) -> int:
@@ -174,13 +175,23 @@ class TurnQueue:
         """Returns the changes since the last call."""
         with self._arrived:
             found = Arrivals(tuple(self._new.values()), tuple(self._aborted))
-            self._new, self._aborted = {}, []
+            self._new, self._aborted, self._is_woken = {}, [], False
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until there are changes. Returns False after `timeout_s` seconds without any."""
+        """Waits until there are changes or `wake` was called after the last `take`. Returns False
+        after `timeout_s` seconds without either.
+        """
         with self._arrived:
-            return self._arrived.wait_for(lambda: bool(self._new or self._aborted), timeout_s)
+            return self._arrived.wait_for(
+                lambda: bool(self._new or self._aborted or self._is_woken), timeout_s
+            )
+
+    def wake(self) -> None:
+        """Ends the current or the next `wait`."""
+        with self._arrived:
+            self._is_woken = True
+            self._arrived.notify_all()
 
     def finish(self, completions: Iterable[Completion]) -> None:
         """Completes the futures of finished turns. Ignores turns that were aborted."""

@@ -21,7 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from hybridrl.agents.chat_template import ChatTemplate
 from hybridrl.agents.conversation import (
@@ -187,11 +187,17 @@ class Session:
         self._by_digest: dict[bytes, list[Turn]] = {}
         self._num_finished = self._num_requested = self._num_abandoned = self._num_sampled = 0
         self._is_open = True
+        self._limit: Literal["turns", "tokens"] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the session accepts requests."""
         return self._is_open
+
+    @property
+    def limit(self) -> Literal["turns", "tokens"] | None:
+        """First limit because of which a turn was refused; None if none was refused so."""
+        return self._limit
 
     @property
     def num_turns(self) -> int:
@@ -398,9 +404,11 @@ class Session:
             self._check_open()
             budgets, num = self._budgets, len(prepared.tokens)
             if num >= self._max_context:
+                self._limit = self._limit or "tokens"
                 raise ContextOverflow(num, self._max_context)
             num_taken = self._num_requested - self._num_abandoned
             if budgets.max_turns is not None and num_taken >= budgets.max_turns:
+                self._limit = self._limit or "turns"
                 raise BadRequest(
                     f"This session may take {budgets.max_turns} turns, and has taken all of them.",
                     code=TURN_BUDGET,
@@ -409,6 +417,7 @@ class Session:
             if budgets.max_sampled_tokens is not None:
                 limits.append(budgets.max_sampled_tokens - self._num_sampled)
                 if self._num_sampled >= budgets.max_sampled_tokens:
+                    self._limit = self._limit or "tokens"
                     raise BadRequest(
                         f"This session may sample {budgets.max_sampled_tokens} tokens, and has "
                         "sampled all of them.",

@@ -40,7 +40,7 @@ def sequence_kl(batch: TrainBatch, needed_by: str) -> float:
     in nats per response.
     """
     kl_R = response_values(token_kl(batch, "k1", needed_by), batch)
-    return float(OverTokens(batch).totals(kl_R)) / batch.num_samples
+    return float(OverTokens(batch).totals(kl_R)) / batch.by_sample().num_samples
 
 
 def last_token_rewards(reward_H: Tensor, response_lengths_H: Tensor) -> Tensor:
@@ -274,9 +274,9 @@ def clip_cov_advantages(
 def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
     """Returns a pseudo-random number for each given response token: (N,) int64.
 
-    The number is a hash of the policy's version, the sample's number in the step and the token's
-    position. It is therefore the same on every rank, for any order of samples, and in a resumed
-    run.
+    The number is a hash of the policy's version, the sample's number in the step, the index of the
+    sequence in the sample and the token's position. It is therefore the same on every rank, for any
+    order of samples, and in a resumed run.
 
     Args:
         index_N: Indices into the R response tokens of this rank.
@@ -284,7 +284,10 @@ def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
     ends_H = batch.response_lengths_H.cumsum(0)
     sample_N = torch.searchsorted(ends_H, index_N, right=True)
     place_N = index_N - (ends_H - batch.response_lengths_H)[sample_N]
-    seed_H = batch.of_held(batch.versions_B * 0x9E3779B1 + batch.sample_ids_B)
+    seed_B = batch.versions_B * 0x9E3779B1 + batch.sample_ids_B
+    if batch.sequence_B is not None:
+        seed_B = seed_B + batch.sequence_B * 0x85EBCA6B
+    seed_H = batch.of_held(seed_B)
     key_N = ((seed_H[sample_N] << 24) + place_N) & 0x7FFFFFFFFFFFFFFF
     for shift in (31, 29):  # the rounds of splitmix64 (Steele et al. 2014), product modulo 2^63
         key_N = (key_N ^ (key_N >> shift)) * 0x3F58476D1CE4E5B9 & 0x7FFFFFFFFFFFFFFF

@@ -23,7 +23,7 @@ from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig
-from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
+from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
 # Lower bound on the total probability 1 - sum(p) of the tokens outside the top k. Smaller values of
 # this fp32 difference are only rounding errors.
@@ -54,11 +54,12 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
             rewards_R, torch.zeros_like(rewards_R), lengths_H, config.gamma, lam=1.0
         )
         if config.reward_coef > 0:
-            centred_B = minus_group_mean(self.rewards(batch), batch.group_B)
-            compared_B = divided_by_group_std(centred_B, batch.group_B)
-            advantages_R += config.reward_coef * repeated(batch.of_held(compared_B), lengths_H)
-        column_T = response_column(advantages_R, batch)
-        return batch.join_columns(Producer.here(self.name), advantages_T=column_T)
+            samples = batch.by_sample()
+            centred_B = minus_group_mean(self.rewards(samples), samples.group_B)
+            compared_B = divided_by_group_std(centred_B, samples.group_B)
+            compared_H = batch.of_held(batch.sequences.of_sequences(compared_B))
+            advantages_R += config.reward_coef * repeated(compared_H, lengths_H)
+        return self.with_columns(batch, advantages_T=response_column(advantages_R, batch))
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
         """Also returns `teacher/reverse_kl` for the policy at the start of the step, in nats per

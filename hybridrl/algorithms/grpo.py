@@ -41,6 +41,7 @@ from hybridrl.contracts.batch import (
     ScoredBatch,
     TrainBatch,
 )
+from hybridrl.contracts.sequences import SampleValues
 
 
 class Grpo(PolicyGradient[GrpoConfig]):
@@ -60,23 +61,26 @@ class Grpo(PolicyGradient[GrpoConfig]):
         Raises:
             BatchError: A group has too few samples to compare.
         """
-        config, reward_B = self.config, self.rewards(batch)
+        config, samples = self.config, batch.by_sample()
+        reward_B = self.rewards(samples)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             penalty_R = response_values(penalty_T, batch)
-            reward_B = reward_B - OverTokens(batch).sums(penalty_R)[:, 0]
-        advantages_B = self._within_groups(reward_B, batch)
+            reward_B = reward_B - batch.sequences.summed(OverTokens(batch).sums(penalty_R)[:, 0])
+        advantages_B = self._within_groups(reward_B, samples, batch.producer)
         if config.rescale_informative:
             # Based on rewards without the KL, because the KL differs between samples with equal
             # rewards.
-            advantages_B = advantages_B * informative_scale(self.uninformative(batch))
+            is_uninformative_B = batch.sequences.of_samples(self.uninformative(batch))
+            advantages_B = advantages_B * informative_scale(is_uninformative_B)
         if config.whiten_advantages:
             # REINFORCE++ whitens over tokens (arXiv 2501.03262, eq. 5), GDPO over samples (eq. 6).
-            counts_B = None if config.normalize_parts else batch.response_lengths_B
+            counts_B = None if config.normalize_parts else samples.response_lengths_B
             advantages_B = whiten(advantages_B, counts_B)
+        advantages_B = batch.sequences.of_sequences(advantages_B)
         columns = {"advantages_T": sample_column(advantages_B, batch)}
         if config.finds_covariance:
             columns |= self._covariance_columns(advantages_B, batch)
-        return batch.join_columns(Producer.here(self.name), **columns)
+        return self.with_columns(batch, **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
         """Returns KL-Cov's weighted penalty |logp - old_logp| at the selected tokens, as in the
@@ -94,14 +98,18 @@ class Grpo(PolicyGradient[GrpoConfig]):
         Raises:
             BatchError: See `advantages`.
         """
-        return zero_groups(self._within_groups(self.rewards(batch), batch), batch.group_B)
+        samples = batch.by_sample()
+        advantages_B = self._within_groups(self.rewards(samples), samples, batch.producer)
+        return batch.sequences.of_sequences(zero_groups(advantages_B, samples.group_B))
 
-    def _within_groups(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
-        """Returns the advantage of each sample within its group: (B,) float64."""
-        self._check_groups(batch)
+    def _within_groups(self, reward_B: Tensor, samples: SampleValues, who: Producer) -> Tensor:
+        """Returns the advantage of each sample within its group: (B,) float64. Errors name
+        `who`.
+        """
+        self._check_groups(samples, who)
         if self.config.normalize_parts:
-            return self._compare_parts(batch)
-        return self._compare(reward_B, batch)
+            return self._compare_parts(samples, who)
+        return self._compare(reward_B, samples, who)
 
     def _covariance_columns(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
         """Returns a token column: the penalty weights of KL-Cov or the advantages of Clip-Cov."""
@@ -119,61 +127,61 @@ class Grpo(PolicyGradient[GrpoConfig]):
         )
         return {"advantages_T": response_column(kept_R, batch)}
 
-    def _compare_parts(self, batch: ScoredBatch) -> Tensor:
+    def _compare_parts(self, samples: SampleValues, who: Producer) -> Tensor:
         """Returns the weighted sum of advantages computed for each part of the reward (GDPO, Liu et
         al. 2026, arXiv 2601.05242, eq. 4, 5 and 7).
         """
-        total_B = torch.zeros(batch.num_samples, dtype=torch.float64)
-        for name, part_B in self._parts(batch).items():
+        total_B = torch.zeros(samples.num_samples, dtype=torch.float64)
+        for name, part_B in self._parts(samples, who).items():
             weight = self.config.part_weights.get(name, 1.0)
-            total_B += weight * self._compare(part_B.double(), batch)
+            total_B += weight * self._compare(part_B.double(), samples, who)
         return total_B
 
-    def _parts(self, batch: ScoredBatch) -> dict[str, Tensor]:
+    def _parts(self, samples: SampleValues, who: Producer) -> dict[str, Tensor]:
         """Returns the parts of the reward to compare, by name."""
         # The greedy response's reward is the same for the whole group; only ReMax uses it.
-        found = {name: part_B for name, part_B in batch.reward_parts.items() if name != GREEDY}
+        found = {name: part_B for name, part_B in samples.reward_parts.items() if name != GREEDY}
         wanted = self.config.part_weights
         unknown = sorted(set(wanted) - set(found))
         if unknown or not found:
             got = f"returned no part {unknown[0]!r}" if unknown else "returned no parts"
             allowed = ", ".join(sorted(found)) or "at least one part"
             remedy = "Change algorithm.part_weights, or make the reward return this part."
-            raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
+            raise BatchError(who, "reward_parts", got, allowed, remedy)
         return {name: found[name] for name in wanted or found}
 
-    def _compare(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
-        config, group_B = self.config, batch.group_B
+    def _compare(self, reward_B: Tensor, samples: SampleValues, who: Producer) -> Tensor:
+        config, group_B = self.config, samples.group_B
         if config.baseline == "pass_at_k":
             is_passed_B = reward_B >= config.pass_reward
             return pass_at_k(is_passed_B, group_B, config.pass_k, config.normalize_std)
         if config.baseline == "greedy":
-            return reward_B - self._greedy(batch)
+            return reward_B - self._greedy(samples, who)
         if config.baseline == "leave_one_out":
             centred_B = leave_one_out(reward_B, group_B)
         elif config.baseline == "length_weighted":
-            centred_B = minus_group_mean(reward_B, group_B, batch.response_lengths_B)
+            centred_B = minus_group_mean(reward_B, group_B, samples.response_lengths_B)
         else:
             centred_B = minus_group_mean(reward_B, group_B)
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
-    def _greedy(self, batch: ScoredBatch) -> Tensor:
+    def _greedy(self, samples: SampleValues, who: Producer) -> Tensor:
         """Returns the reward of each prompt's greedy response (ReMax, Li et al. 2023, arXiv
         2310.10505): (B,) float64.
         """
-        if GREEDY not in batch.reward_parts:
+        if GREEDY not in samples.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"
             expected = f"the reward of a greedy response to each prompt, which {self.name} needs"
             remedy = "Call sampler.generate(prompts, greedy=True)."
-            raise BatchError(batch.producer, "reward_parts", got, expected, remedy)
-        return batch.reward_parts[GREEDY].double()
+            raise BatchError(who, "reward_parts", got, expected, remedy)
+        return samples.reward_parts[GREEDY].double()
 
-    def _check_groups(self, batch: ScoredBatch) -> None:
+    def _check_groups(self, samples: SampleValues, who: Producer) -> None:
         fewest = self.config.min_samples
-        groups, counts = batch.group_B.unique(return_counts=True)
+        groups, counts = samples.group_B.unique(return_counts=True)
         if (least := int(counts.min())) < fewest:
             group = int(groups[counts.argmin()])
             got = f"returned {least} sample{'s' * (least > 1)} for group {group}"
             expected = f"{fewest} or more, which {self.name} needs"
             remedy = "Raise steps.samples_per_prompt."
-            raise BatchError(batch.producer, "group_B", got, expected, remedy)
+            raise BatchError(who, "group_B", got, expected, remedy)

@@ -17,6 +17,7 @@ from hybridrl.algorithms.advantage import (
     last_token_rewards,
     overlong_penalty,
     response_values,
+    sample_column,
     sequence_kl,
     token_kl,
 )
@@ -24,7 +25,8 @@ from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.contracts.batch import MicroBatch, ScoredBatch, TrainBatch
+from hybridrl.contracts.batch import MicroBatch, Producer, ScoredBatch, TrainBatch
+from hybridrl.contracts.sequences import SampleValues
 from hybridrl.errors import UserError
 
 Config = TypeVar("Config", bound=PolicyGradientConfig)
@@ -42,6 +44,9 @@ class PolicyGradient(Generic[Config]):
             2024, arXiv 2402.03300, eq. 3).
         fixed: w = 1, denominator = number of responses x `fixed_length` (Dr. GRPO, Liu et al. 2025,
             arXiv 2503.20783, sec. 3.2).
+
+    A response is a sample. If a sample consists of several sequences, its length is the number of
+    sampled tokens in all of them.
 
     The weight from `correction` multiplies the objective and does not change the denominator.
 
@@ -69,7 +74,7 @@ class PolicyGradient(Generic[Config]):
         if self.config.aggregate == "token_mean":
             return num_response_tokens(batch)
         fixed = self.config.aggregate == "fixed"
-        return batch.num_samples * (self.config.fixed_length if fixed else 1.0)
+        return batch.by_sample().num_samples * (self.config.fixed_length if fixed else 1.0)
 
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
@@ -122,7 +127,7 @@ class PolicyGradient(Generic[Config]):
         if self._adaptive is None:
             return {}
         used, kl = self.kl_coef, sequence_kl(batch, self.name)
-        self.kl_coef = self._adaptive.next(used, kl, batch.num_samples)
+        self.kl_coef = self._adaptive.next(used, kl, batch.by_sample().num_samples)
         return {"policy/kl_coef": used, "policy/kl_sequence": kl}
 
     def state(self) -> dict[str, float]:
@@ -138,15 +143,27 @@ class PolicyGradient(Generic[Config]):
         """Multiplies each position's loss by its weight."""
         if self.config.aggregate != "sequence_mean":
             return loss_S
+        if micro.loss_weights_S is not None:
+            return loss_S * micro.loss_weights_S
         return loss_S / sequence_sum(micro.loss_mask_S.to(loss_S.dtype), micro).clamp(min=1)
 
-    def rewards(self, batch: ScoredBatch) -> Tensor:
+    def rewards(self, samples: ScoredBatch | SampleValues) -> Tensor:
         """Returns each sample's reward, including the penalty for its length: (B,) float64."""
-        reward_B, longest = batch.reward_B.double(), self.config.overlong_max_tokens
+        reward_B, longest = samples.reward_B.double(), self.config.overlong_max_tokens
         if longest is None:
             return reward_B
         buffer = self.config.overlong_buffer_tokens
-        return reward_B + overlong_penalty(batch.response_lengths_B, longest, buffer)
+        return reward_B + overlong_penalty(samples.response_lengths_B, longest, buffer)
+
+    def with_columns(self, batch: TrainBatch, **columns: Tensor) -> TrainBatch:
+        """Returns the batch with the columns that `advantages` computed. If samples consist of
+        several sequences and `aggregate` is `sequence_mean`, adds the weight of each token, because
+        a micro-batch may contain only some sequences of a sample.
+        """
+        if batch.sequence_B is not None and self.config.aggregate == "sequence_mean":
+            length_B = batch.sequences.of_sequences(batch.by_sample().response_lengths_B)
+            columns["loss_weights_T"] = sample_column(1 / length_B.double(), batch)
+        return batch.join_columns(Producer.here(self.name), **columns)
 
     def kl_penalty(self, batch: TrainBatch) -> Tensor | None:
         """Returns each token's KL penalty in the reward, (T,) float64; None if there is none."""
@@ -157,9 +174,10 @@ class PolicyGradient(Generic[Config]):
     def token_rewards(self, batch: TrainBatch) -> Tensor:
         """Returns the reward of each response token: (R,) float64.
 
-        The sample's reward is given at its last token; each token's KL penalty is subtracted.
+        The sample's reward is given at the last token of each of its sequences; each token's KL
+        penalty is subtracted.
         """
-        reward_H = batch.of_held(self.rewards(batch))
+        reward_H = batch.of_held(batch.sequences.of_sequences(self.rewards(batch.by_sample())))
         rewards_R = last_token_rewards(reward_H, batch.response_lengths_H)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             rewards_R = rewards_R - response_values(penalty_T, batch)

@@ -21,7 +21,7 @@ from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.config.schema import PpoConfig
-from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
+from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
 
 class Ppo(PolicyGradient[PpoConfig]):
@@ -50,7 +50,7 @@ class Ppo(PolicyGradient[PpoConfig]):
         }
         if config.positive_lm_coef > 0:
             columns["term_weights_T"] = self._positive_weights(batch)
-        return batch.join_columns(Producer.here(self.name), **columns)
+        return self.with_columns(batch, **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
         """Returns the weighted negative log-likelihood of samples that pass."""
@@ -64,14 +64,15 @@ class Ppo(PolicyGradient[PpoConfig]):
 
         Used in VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
-        passed_B = batch.reward_B >= self.config.pass_reward
+        samples = batch.by_sample()
+        passed_B = samples.reward_B >= self.config.pass_reward
         # Each sample's contribution to the denominator.
-        counts_B = batch.response_lengths_B.double()
+        counts_B = samples.response_lengths_B.double()
         if self.config.aggregate != "token_mean":
             counts_B = torch.ones_like(counts_B)
         scale = counts_B.sum() / counts_B[passed_B].sum().clamp(min=1)
         weight_B = self.config.positive_lm_coef * scale * passed_B
-        return sample_column(weight_B, batch)
+        return sample_column(batch.sequences.of_sequences(weight_B), batch)
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""

@@ -17,7 +17,7 @@ from hybridrl.algorithms.advantage import (
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.config.algorithm import ReinforceConfig
-from hybridrl.contracts.batch import Producer, TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 
 
 class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
@@ -30,5 +30,4 @@ class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
         lengths_H, values_R = batch.response_lengths_H, torch.zeros_like(rewards_R)
         returns_R, _ = gae(rewards_R, values_R, lengths_H, self.config.gamma, lam=1.0)
         advantages_R = whiten_tokens(returns_R, OverTokens(batch))
-        column_T = response_column(advantages_R, batch)
-        return batch.join_columns(Producer.here(self.name), advantages_T=column_T)
+        return self.with_columns(batch, advantages_T=response_column(advantages_R, batch))

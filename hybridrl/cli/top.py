@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -72,6 +74,8 @@ def run_text(folder: Path) -> str:
     for title, forms in (("last step", LAST_STEP), ("queue", QUEUE)):
         if values := _shown(last, forms):
             lines.append(f"{title}: " + ", ".join(values))
+    if is_running and (agents := _agents(logs)):
+        lines.append(f"agents: {agents}")
     # One line per phase, because a line per rank would not fit on the screen for large clusters.
     phases = _phases(logs)
     for phase, since_s in sorted(phases.items(), key=lambda item: len(item[1])):
@@ -121,6 +125,20 @@ def _phases(logs: Path) -> dict[str, dict[int, float]]:
             phase += ", failed" * file.with_suffix(".error").exists()
             found.setdefault(phase, {})[rank] = max(0.0, time.time() - written)
     return found
+
+
+def _agents(logs: Path) -> str:
+    """Returns the numbers of agents on all replicas; empty if there are none."""
+    total: Counter[str] = Counter()
+    for file in logs.glob("rank_*.agents"):
+        with contextlib.suppress(OSError, ValueError):  # a run that ends removes these files
+            total.update(json.loads(file.read_text()))
+    if not total:
+        return ""
+    return (
+        f"{total['running']} sessions open, {total['turns']} turns requested, "
+        f"{total['waiting']} episodes waiting, {total['ended']} ended, {total['failed']} failed"
+    )
 
 
 def _shown(record: Record, forms: Mapping[str, str]) -> list[str]:

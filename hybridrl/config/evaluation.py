@@ -7,13 +7,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from hybridrl.config.agent import REWARD as REPORTED
 from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.lists import Counts, Paths
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
-IN_WORLD = (SERVED, TURNS)  # rewards that only the trainer can compute
+IN_WORLD = (SERVED, TURNS, REPORTED)  # rewards that only the trainer can compute
 SetForm = Literal["gsm8k", "math", "aime", "choices", "ifeval", "prompts"]
 # Default scorer of each form.
 FORM_SCORERS: Mapping[str, ScorerConfig] = {

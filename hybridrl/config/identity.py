@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.agent import NOT_IDENTITY
 from hybridrl.config.files import parse_json, replace_text
 from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, without_secrets
@@ -182,6 +183,7 @@ def identity(config: Config) -> dict[str, Any]:
         "data": config.data.model_dump(mode="json", exclude=_EVALUATES | _IN_TOKENS),
         "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
         "environment": config.environment.model_dump(mode="json", exclude=_SPEED),
+        "agent": config.agent.model_dump(mode="json", exclude=NOT_IDENTITY),
         "steps": {
             "prompts_per_step": steps.prompts_per_step,
             "samples_per_prompt": steps.samples_per_prompt,

@@ -17,6 +17,7 @@ from hybridrl.config.evaluation import evaluation_rules
 from hybridrl.config.generation import generation_rules
 from hybridrl.config.lag import lag_placement_rules, lag_rules
 from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
+from hybridrl.config.rules_agent import agent_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_lora import lora_section_rules
@@ -97,6 +98,7 @@ def check(
         *_training_rules(config),
         *_release_rules(config, default_dtype),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
+        *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from hybridrl.config.agent import REWARD as REPORTED
+from hybridrl.config.agent import AgentConfig
 from hybridrl.config.algorithm import (
     AlgorithmConfig,
     CustomAlgorithmConfig,
@@ -44,6 +46,7 @@ from hybridrl.config.supervised import (
 from hybridrl.config.train import MoeConfig, TrainConfig
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -174,7 +177,7 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration, which consists of seventeen sections."""
+    """A whole configuration, which consists of eighteen sections."""
 
     run: RunConfig
     model: ModelConfig
@@ -186,6 +189,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     eval: EvalConfig = EvalConfig()
     steps: StepsConfig = StepsConfig()
     log: LogConfig = LogConfig()
@@ -201,6 +205,15 @@ class Config(Section):
         if self.steps.max_policy_lag and isinstance(self.algorithm, PolicyGradientConfig):
             # Write through __dict__, because the model is frozen and pydantic refuses assignments.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
+        return self
+
+    @model_validator(mode="after")
+    def _score_as_reported(self) -> Self:
+        # By default, an agent's reward is the one that it reports.
+        given = self.reward.model_fields_set
+        if self.agent.is_on and not {"function", "functions"} & given:
+            reward = self.reward.model_copy(update={"function": REPORTED})
+            self.__dict__["reward"] = reward
         return self
 
     _written: dict[Path, str] = PrivateAttr(default_factory=dict)

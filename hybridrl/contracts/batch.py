@@ -17,6 +17,10 @@ Invariant: every instance of these types has passed all checks and never changes
 Every rank has the per-sample columns (B,) for all samples of a step. Per-token columns (T,) and
 blobs cover only the H samples whose tokens are on this rank; if `holders` is None, H = B. R is the
 number of sampled tokens.
+
+With agents, a sample may consist of several sequences of tokens (sequences.py). B then counts
+sequences: every sequence has its own row in the columns, and the rows of a sample have the same
+number, group and reward.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ from hybridrl.contracts.ragged import (
     token_versions,
 )
 from hybridrl.contracts.samples import Rollout, in_gaps
+from hybridrl.contracts.sequences import SampleSequences, SampleValues
 
 __all__ = [
     "GREEDY",
@@ -95,7 +100,8 @@ class RolloutBatch:
 
     Attributes:
         prompts: Prompt of each sample.
-        sample_ids_B: Number of each sample, unique in the run.
+        sample_ids_B: Number of each sample, unique in the run. Consecutive sequences of the same
+            sample have the same number.
         group_B: Index of the prompt within the step; samples for the same prompt share it.
         tokens_T: Token ids, (T,) int64.
         lengths_B: Number of prompt and response tokens.
@@ -111,6 +117,9 @@ class RolloutBatch:
             version.
         num_observed_B: Number of observed tokens in each response; set only together with
             `holders`.
+        sequence_B: Index of each sequence among the sequences of its sample; None without agents,
+            because every sample is then one sequence. With agents, each sequence has its own
+            context in place of the prompt's tokens; `prompt_lengths_B` counts these tokens.
         holders: Ranks that have the tokens of each sample; None if every rank has all tokens.
         blobs: Blobs by name.
     """
@@ -128,6 +137,7 @@ class RolloutBatch:
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
     versions_T: Tensor | None = field(default=None, metadata=holds(TOKEN))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
+    sequence_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
     blobs: Mapping[str, Blob] = field(default_factory=dict)
 
@@ -146,7 +156,9 @@ class RolloutBatch:
             check(getattr(self, name), name, INTEGER, self.num_samples, self.producer, NO_MASK)
         if not self.prompts:
             raise BatchError(self.producer, "prompts", "returned no sample", "at least 1 sample")
-        if [len(p.tokens) for p in self.prompts] != self.prompt_lengths_B.tolist():
+        # An agent renders its own contexts, so their lengths differ from the prompt's.
+        lengths = [len(p.tokens) for p in self.prompts] if self.sequence_B is None else None
+        if lengths is not None and lengths != self.prompt_lengths_B.tolist():
             got = "returned lengths that differ from the lengths of its prompts"
             raise BatchError(
                 self.producer, "prompt_lengths_B", got, "the number of tokens in each prompt"
@@ -209,6 +221,10 @@ class RolloutBatch:
         check_rollouts(rollouts, groups, producer)
         logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
         finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
+        sequences = [r.sequence for r in rollouts if r.sequence is not None]
+        if sequences and len(sequences) != len(rollouts):
+            got = f"returned {len(sequences)} of {len(rollouts)} rollouts with a sequence number"
+            raise BatchError(producer, "sequence_B", got, "a number for all rollouts or for none")
         if any(r.observed is not None for r in rollouts):
             masks = [r.observed or (False,) * len(r.tokens) for r in rollouts]
             observed_T = observed_mask([r.prompt for r in rollouts], masks)
@@ -228,13 +244,26 @@ class RolloutBatch:
             producer=producer,
             observed_T=observed_T,
             versions_T=token_versions(rollouts),
+            sequence_B=torch.tensor(sequences, dtype=torch.int64) if sequences else None,
             blobs=blobs_of(rollouts, producer),
         )
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the batch, B."""
+        """Number of samples in the batch, B; with agents, the number of sequences."""
         return len(self.prompts)
+
+    @cached_property
+    def sequences(self) -> SampleSequences:
+        """Mapping between samples and their sequences."""
+        return SampleSequences.of(self.sample_ids_B, self.sequence_B)
+
+    @property
+    def prompt_group_B(self) -> Tensor:
+        """Index of each row's prompt: rows with the same index begin with the same tokens. With
+        agents, no two rows share an index, because the contexts of sequences differ.
+        """
+        return self.group_B if self.sequence_B is None else torch.arange(self.num_samples)
 
     @cached_property
     def rows_H(self) -> Tensor:
@@ -474,6 +503,18 @@ class ScoredBatch(RolloutBatch):
             }
         }
 
+    def by_sample(self) -> SampleValues:
+        """Returns the values that have one entry per sample, in the order of the batch."""
+        ways = self.sequences
+        return SampleValues(
+            sample_ids_B=ways.of_samples(self.sample_ids_B),
+            group_B=ways.of_samples(self.group_B),
+            reward_B=ways.of_samples(self.reward_B),
+            reward_parts={n: ways.of_samples(part_B) for n, part_B in self.reward_parts.items()},
+            response_lengths_B=ways.summed(self.response_lengths_B),
+            finished_B=ways.of_samples(self.finished_B),
+        )
+
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
         """Returns a batch with reward parts, each (B,) float32, added or replaced."""
         for name, value in parts.items():
@@ -498,6 +539,8 @@ class TrainBatch(ScoredBatch):
         advantages_T: Advantage of each token.
         returns_T: Training targets for `values_T`.
         term_weights_T: Per-token weights of an additional loss term that the algorithm defines.
+        loss_weights_T: Per-token weights of the loss; None if the loss derives them from the
+            lengths of sequences.
         teacher_logp_T: Log-probabilities from the teacher.
         teacher_tokens_TK: The K tokens that the teacher considers most probable at the place of
             token t, (T, K) int32.
@@ -514,6 +557,7 @@ class TrainBatch(ScoredBatch):
     advantages_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
     returns_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
     term_weights_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
+    loss_weights_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
     teacher_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
     teacher_tokens_TK: Tensor | None = field(default=None, metadata=holds(WIDE_TOKENS))
     teacher_logp_TK: Tensor | None = field(default=None, metadata=holds(WIDE_RESPONSE))

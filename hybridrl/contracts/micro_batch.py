@@ -99,6 +99,7 @@ class MicroBatch:
     returns_S: Tensor | None = None
     values_S: Tensor | None = None
     term_weights_S: Tensor | None = None
+    loss_weights_S: Tensor | None = None
     teacher_tokens_SK: Tensor | None = None
     teacher_logp_SK: Tensor | None = None
 

@@ -30,6 +30,8 @@ class Rollout:
         blobs: Blobs of prompt and response, by name.
         versions: Pairs (version, number of tokens) if several versions sampled the response;
             otherwise empty.
+        sequence: Index of this sequence among the sequences of its sample; None if every sample is
+            one sequence. The tokens of `prompt` are then the context of this sequence.
     """
 
     sample_id: int
@@ -41,6 +43,7 @@ class Rollout:
     observed: tuple[bool, ...] | None = None
     blobs: Blobs = field(default_factory=dict, compare=False)
     versions: tuple[tuple[int, int], ...] = ()
+    sequence: int | None = None
 
 
 def in_gaps(num: int, gaps: Sequence[int]) -> tuple[bool, ...]:

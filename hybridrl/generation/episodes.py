@@ -16,71 +16,32 @@ last call, and processes only these answers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.contracts.batch import Prompt, Rollout
+from hybridrl.contracts.batch import Prompt
 from hybridrl.contracts.blobs import Blobs, blobs_from_json, blobs_to_json
 from hybridrl.environments.base import Answer, EnvironmentCall
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import EnvironmentRunners
 from hybridrl.errors import UserError
+from hybridrl.generation.responses import End, Response
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import TextDecoder
-from hybridrl.rewards.outcome import WHERE, Outcome, ScorerFailure
+from hybridrl.rewards.outcome import WHERE, ScorerFailure
 from hybridrl.rollout.engine import (
     Completion,
     Request,
     SamplingParams,
     request_seed,
-    versions_from_json,
 )
 
 LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
 NO_VERSION = -1  # temporary version of observations before the policy's first turn
-End = Literal["done", "turns", "tokens", "failure"]
-
-
-@dataclass(frozen=True)
-class Response(Completion):
-    """A finished response of several turns, with observations among its tokens.
-
-    Args:
-        observed: For each token, whether it came from the environment.
-        num_turns: Number of turns of the policy.
-        ended: Why the response ended: the environment, max_turns, the token limit, or a failure of
-            the environment.
-        reward: Sum of the rewards from the environment.
-        failure: What the environment did wrong, and what it is allowed to do.
-        notes: Number of times that the environment reported each note.
-    """
-
-    observed: tuple[bool, ...] = ()
-    num_turns: int = 1
-    ended: End = "done"
-    reward: float = 0.0
-    failure: tuple[str, str] | None = None
-    notes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def outcome(self) -> Outcome:
-        """Sum of the rewards from the environment, or its failure."""
-        return self.reward if self.failure is None else ScorerFailure(*self.failure)
-
-
-def completion_from_json(fields: Mapping[str, Any]) -> Completion:
-    """Restores a completion or response from the output of `saved_fields`. The output may have been
-    converted to JSON and back.
-    """
-    names = {"tokens", "logps", "observed", "failure"} & set(fields)
-    values = {name: value for name, value in fields.items() if name != "experts"}
-    values |= {name: fields[name] and tuple(fields[name]) for name in names}
-    values |= {"blobs": blobs_from_json(fields), "versions": versions_from_json(fields)}
-    return (Response if "observed" in fields else Completion)(**values)
 
 
 @dataclass
@@ -193,9 +154,14 @@ class OpenResponse:
 class Episodes:
     """Manages the unfinished responses on one replica.
 
+    Attributes:
+        in_real_time: Whether the order of events depends on time; False, see `answer_due`.
+
     Raises:
         UserError: The environment does not exist.
     """
+
+    in_real_time = False
 
     def __init__(
         self,
@@ -243,6 +209,28 @@ class Episodes:
         if episode.waits:
             self._ask(episode)
             self._due.append(sample_id)
+
+    def start_round(self, is_evaluation: bool, live: Collection[int] = ()) -> list[Request]:
+        """Drops the responses that an earlier round or evaluation left; returns no requests."""
+        self.forget()
+        return []
+
+    def leave_engine(self, begun: Mapping[int, Request]) -> dict[int, Request | OpenResponse]:
+        """Returns all unfinished responses and drops them.
+
+        Args:
+            begun: Requests that were removed from the engine, by sample.
+        """
+        found: dict[int, Request | OpenResponse] = dict(begun)
+        for turns in self.state():
+            number = turns["sample_id"]
+            found[number] = OpenResponse(turns, begun.get(number))
+        self.forget()
+        return found
+
+    def take_stopped(self) -> Collection[int]:
+        """Returns no requests, because environments do not stop them."""
+        return ()
 
     def advance(
         self, completions: Sequence[Completion], blocks: bool
@@ -324,6 +312,14 @@ class Episodes:
             }
             for episode in self._open.values()
         ]
+
+    def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
+        """Returns this rank's counts of events in responses; see `episode_counts`."""
+        return episode_counts(responses)
+
+    def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Returns the metrics of a step; see `episode_metrics`."""
+        return episode_metrics(counts)
 
     def close(self) -> None:
         """Ends all environment processes."""
@@ -454,18 +450,3 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     shares = {f"environment/truncated_{end}": count / num for end, count in ends.items()}
     rest = {name: float(count) for name, count in counts.items() if "#" not in name}
     return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}
-
-
-def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
-    """Converts a completion or response to a Rollout."""
-    return Rollout(
-        sample_id=done.request_id,
-        prompt=prompt,
-        tokens=done.tokens,
-        logps=done.logps,
-        finish_reason=done.finish_reason,
-        version=done.version,
-        observed=done.observed if isinstance(done, Response) else None,
-        blobs=done.blobs,
-        versions=done.versions,
-    )

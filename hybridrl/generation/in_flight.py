@@ -17,6 +17,7 @@ from typing import Any
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.episodes import OpenResponse
+from hybridrl.generation.responses import OpenAgent
 from hybridrl.generation.sampler_metrics import lag_metrics, queue_metrics
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
@@ -31,7 +32,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
-Sample = Completion | Request | OpenResponse
+Sample = Completion | Request | OpenResponse | OpenAgent
 States = tuple[tuple[Runs, ...], tuple[bool, ...]]
 """Versions of the tokens of a group's samples, and whether each sample is finished."""
 
@@ -88,6 +89,7 @@ class InFlight:
 
     Args:
         lengths: Expected response lengths, shared with the sampler.
+        has_agents: Whether responses come from agents, which cannot move to another replica.
 
     Attributes:
         pool: Current groups and samples.
@@ -103,10 +105,11 @@ class InFlight:
         samples_per_prompt: int,
         sampling: SamplingParams,
         lengths: ResponseLengths,
+        has_agents: bool = False,
     ) -> None:
         self._schedule, self._world, self._layout = schedule, world, layout
         self._replica, self._samples_per_prompt = replica, samples_per_prompt
-        self._sampling, self._lengths = sampling, lengths
+        self._sampling, self._lengths, self._has_agents = sampling, lengths, has_agents
         place = layout.assignment[world.rank]
         self._own_replica = None if place is None else place[0]
         self.pool = Pool()
@@ -185,7 +188,9 @@ class InFlight:
         groups, longest = (*pool.groups, *new), self._sampling.max_new_tokens
         lengths = self._lengths.expected([group.prompt for group in groups], float(longest))
         expected = {g.number: length for g, length in zip(groups, lengths, strict=True)}
-        replica_of = assign_replicas(groups, expected, longest, self._layout.replicas)
+        replica_of = assign_replicas(
+            groups, expected, longest, self._layout.replicas, moves=not self._has_agents
+        )
         samples = self._exchange_samples(groups, replica_of)
         cursors = dict(pool.cursors)
         if new and self._cursor is not None:

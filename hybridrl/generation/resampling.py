@@ -73,7 +73,7 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
         parts = [with_token_versions(part) for part in parts]
     batch = ScoredBatch.concat(parts)
     if bool((batch.sample_ids_B.diff() < 0).any()):  # with a lag, an older group may finish later
-        batch = batch.select(batch.sample_ids_B.argsort())
+        batch = batch.select(batch.sample_ids_B.argsort(stable=True))
     return batch
 
 

@@ -99,14 +99,15 @@ def gathered_batch(
         columns["num_observed_B"] = [
             np.zeros(size, np.int64) if count_B is None else count_B for count_B, size in pairs
         ]
-    order = np.concatenate(columns["sample_ids_B"]).argsort()
+    # A stable sort keeps the order of a sample's sequences.
+    order = np.concatenate(columns["sample_ids_B"]).argsort(kind="stable")
     maker_B = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[order])
     tensors, part_tensors = (
         {name: torch.from_numpy(np.concatenate(arrays)[order]) for name, arrays in group.items()}
         for group in (columns, {name: [part[name] for part in parts] for name in parts[0]})
     )
     if own is not None and bool((own.sample_ids_B.diff() < 0).any()):
-        own = own.select(own.sample_ids_B.argsort())
+        own = own.select(own.sample_ids_B.argsort(stable=True))
     if own is not None and has_versions:
         own = with_token_versions(own)
     return ScoredBatch(

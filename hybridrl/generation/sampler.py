@@ -6,7 +6,7 @@ by their expected response lengths (spread.py). The ranks of a replica divide th
 themselves. Afterwards all ranks have the same batch in ascending order of sample numbers; each rank
 has the tokens of the samples that it scored. With an environment (episodes.py), each turn that the
 engine finishes is sent to the environment. The environment's answer either leads to a request for
-the next turn or ends the response.
+the next turn or ends the response. With agents (agent_episodes.py), programs send the requests.
 
 The schedule decides when groups start (schedule.py). Without a lag, each replica runs until its
 share of the step is done; a checkpoint written in the meantime contains finished and unfinished
@@ -30,7 +30,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,17 +39,16 @@ import numpy as np
 from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.errors import UserError
+from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.generation.background import BackgroundThread
 from hybridrl.generation.episodes import (
     Episodes,
     OpenResponse,
-    Response,
-    as_rollout,
-    episode_counts,
     episode_metrics,
 )
 from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
+from hybridrl.generation.responses import OpenAgent, Response, as_rollouts
 from hybridrl.generation.sample_tables import gathered_batch, table_of, with_greedy_rewards
 from hybridrl.generation.sampler_metrics import (
     Clock,
@@ -97,7 +96,8 @@ class Sampler:
     """Samples responses to prompts, together with the other replicas.
 
     Args:
-        episodes: Manager of responses with several turns; None without an environment.
+        episodes: Manager of responses with several turns; None without an environment and without
+            agents.
         reward_models: Reward models that add their scores to a batch.
 
     Attributes:
@@ -116,7 +116,7 @@ class Sampler:
         sampling: SamplingParams,
         samples_per_prompt: int,
         seed: int,
-        episodes: Episodes | None = None,
+        episodes: Episodes | AgentEpisodes | None = None,
         reward_models: Sequence[Callable[[ScoredBatch], ScoredBatch]] = (),
         schedule: Schedule = SYNCHRONOUS,
     ) -> None:
@@ -143,6 +143,7 @@ class Sampler:
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             lengths=self._lengths,
+            has_agents=episodes is not None and episodes.in_real_time,
         )
         # Values since the last call of `score_or_none`.
         self._episode_counts: dict[str, int] = {}
@@ -150,6 +151,7 @@ class Sampler:
         self._waits = WaitClock()
         # Values of the step, over all ranks.
         self._reward_counts: dict[str, int] = {}
+        self._episode_metrics = episode_metrics if episodes is None else episodes.metrics
         self._busy_of_calls: list[
             tuple[float, float]
         ] = []  # mean and maximum, for each `generate` call
@@ -301,8 +303,9 @@ class Sampler:
         if first_group == 0:
             self._forget_counts(step)
         self._prompts = dict(enumerate(prompts, first_group))
+        requests: list[Request] = []
         if self.episodes is not None:
-            self.episodes.forget()
+            requests += self.episodes.start_round(is_evaluation=step < 0)
         params = self._drawn = sampling or self.sampling
 
         def numbers(group: int) -> list[int]:
@@ -318,7 +321,6 @@ class Sampler:
         saved = self._saved_samples(
             step, [[number for group in share for number in numbers(group)] for share in shares]
         )
-        requests = []
         place = self.layout.assignment[self.world.rank]
         for group in [] if place is None else shares[place[0]]:
             prompt = self._prompts[group]
@@ -342,8 +344,8 @@ class Sampler:
         begun: Request | None,
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
-        """Returns the request that begins or continues a sample; None if the environment takes the
-        first turn.
+        """Returns the request that begins or continues a sample; None if the environment or an
+        agent begins.
         """
         sampling = sampling_of(self._drawn, sample_id)
         if self.episodes is not None:
@@ -357,9 +359,12 @@ class Sampler:
         self._step, self._has_greedy, self._drawn = step, greedy, self.sampling
         self._owners, self._done = {}, {}
         assigned = self.in_flight.assign(prompts, greedy)
+        requests: list[Request] = []
         if self.episodes is not None:
-            self.episodes.forget()  # an evaluation may have left responses
-        requests = []
+            live = [
+                n for _, own in assigned for n, one in own.items() if isinstance(one, OpenAgent)
+            ]
+            requests += self.episodes.start_round(is_evaluation=False, live=live)
         for group, samples in assigned:
             for sample_id, sample in samples.items():
                 self._owners[sample_id] = (group.prompt, group.number)
@@ -368,8 +373,10 @@ class Sampler:
                 elif isinstance(sample, Request):
                     requests.append(sample)
                 else:
-                    saved = (None, None) if sample is None else (sample.request, sample.turns)
-                    request = self._request(sample_id, group.born, group.prompt, *saved)
+                    begun, turns = None, None
+                    if isinstance(sample, OpenResponse):
+                        begun, turns = sample.request, sample.turns
+                    request = self._request(sample_id, group.born, group.prompt, begun, turns)
                     requests += [] if request is None else [request]
         self.engine.submit(requests)
 
@@ -411,14 +418,17 @@ class Sampler:
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
         """Runs one engine step if the engine has work. Before each sum of counts over ranks, waits
         for all environment answers that were requested before the previous sum. The samples
-        therefore do not depend on how long environments take.
+        therefore do not depend on how long environments take. Agents act in real time, so their
+        samples depend on time.
 
         Args:
             gives_up: Function that returns whether to stop waiting for environments.
         """
         if self.has_unfinished:
             self.advance()
-        if self.episodes is not None and (num_steps + 1) % STEPS_BETWEEN_SUMS == 0:
+        if self.episodes is None or self.episodes.in_real_time:
+            return
+        if (num_steps + 1) % STEPS_BETWEEN_SUMS == 0:
             ended, requests = self.episodes.answer_due(gives_up)
             self.engine.submit(requests)
             self._keep(ended)
@@ -434,11 +444,20 @@ class Sampler:
         """
         if self.episodes is None:
             return completions
-        if self._carries_over:
+        if self._carries_over and not self.episodes.in_real_time:
             return self.episodes.end_turns(completions)
         ended, requests = self.episodes.advance(completions, not self.engine.has_unfinished)
+        self._drop_requests(self.episodes.take_stopped())
         self.engine.submit(requests)
         return ended
+
+    def _drop_requests(self, request_ids: Collection[int]) -> None:
+        """Removes requests from the engine, in the same way on all ranks of the replica."""
+        if not request_ids:
+            return
+        left = [one for one in self.engine.pending() if one.request_id not in request_ids]
+        self.engine.clear()  # drops no response, because all were collected after the last step
+        self.engine.submit(left)
 
     def _keep(self, finished: Sequence[Completion]) -> None:
         """Stores responses that ended, and submits them to scorers while others are being
@@ -469,13 +488,10 @@ class Sampler:
         """Removes all samples from the engine. Returns the states of this replica's groups."""
         begun = {request.request_id: request for request in self.engine.pending()}
         self.engine.clear()
-        samples: dict[int, Sample] = {**begun, **self._done}
+        unfinished: Mapping[int, Sample] = begun
         if self.episodes is not None:
-            for turns in self.episodes.state():
-                number = turns["sample_id"]
-                samples[number] = OpenResponse(turns, begun.get(number))
-            self.episodes.forget()
-        return self.in_flight.leave_engine(samples)
+            unfinished = self.episodes.leave_engine(begun)
+        return self.in_flight.leave_engine({**unfinished, **self._done})
 
     @contextmanager
     def ahead(
@@ -578,10 +594,11 @@ class Sampler:
         self._note_episodes(done, owners)
         if not owners:
             return None
-        rollouts = [
-            as_rollout(done[sample_id], prompt) for sample_id, (prompt, _) in sorted(owners.items())
-        ]
-        groups = [group for _, (_, group) in sorted(owners.items())]
+        rollouts, groups = [], []
+        for sample_id, (prompt, group) in sorted(owners.items()):
+            found = as_rollouts(done[sample_id], prompt)
+            rollouts += found
+            groups += [group] * len(found)
         producer = Producer.of(type(self.engine), "rollout engine")
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
@@ -633,8 +650,10 @@ class Sampler:
             return {}
         found: GeneratedLengths = {}
         columns = local.group_B, local.prompt_lengths_B, local.lengths_B, local.response_lengths_B
+        # The contexts of an agent's sequences differ, so a group has no prompt that is shared.
+        has_prompts = local.sequence_B is None
         for group, prompt, *lengths in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(group, (prompt, []))[1].append(tuple(lengths))
+            found.setdefault(group, (prompt * has_prompts, []))[1].append(tuple(lengths))
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -651,7 +670,7 @@ class Sampler:
         return {
             "generate/idle_share": 1 - worked / took if took > 0 else 0.0,
             GENERATED_TOKENS: float(num_generated(self.generated)),
-            **episode_metrics(self._reward_counts),
+            **self._episode_metrics(self._reward_counts),
             **(self.in_flight.metrics() if self.schedule.carries_over else {}),
             **self._idle,
         }
@@ -682,8 +701,9 @@ class Sampler:
 
     def _note_lengths(self, batch: ScoredBatch) -> None:
         """Records the mean response length for each prompt."""
-        groups, first_B, counts = np.unique(batch.group_B, return_index=True, return_counts=True)
-        sums = np.add.reduceat(batch.response_lengths_B.numpy(), first_B)
+        samples = batch.by_sample()
+        groups, first_B, counts = np.unique(samples.group_B, return_index=True, return_counts=True)
+        sums = np.add.reduceat(samples.response_lengths_B.numpy(), first_B)
         for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
             self._lengths.observe(self._prompts[group], float(total / count))
 
@@ -736,7 +756,10 @@ class Sampler:
         if self._replica.is_first and self._step >= 0:
             turns = [] if self.episodes is None else self.episodes.state()
             whole = (self._earlier | self._done).values()
-            mine = rollout_state(whole, self.engine.pending(), turns, self._digests)
+            # An agent's requests are turns of a program that ends with this process.
+            is_live = self.episodes is not None and self.episodes.in_real_time
+            pending = [] if is_live else self.engine.pending()
+            mine = rollout_state(whole, pending, turns, self._digests)
         parts = [part for part in self.world.exchange_objects({0: mine}) if part is not None]
         return {
             **found,
@@ -775,7 +798,7 @@ class Sampler:
         for response in own:
             assert isinstance(response, Response)
             self.scorer.end_episode(response.request_id, response.outcome)
-        self._episode_counts = episode_counts(own)
+        self._episode_counts = self.episodes.counts(own)
 
     def close(self) -> None:
         """Ends all processes of scorers and environments."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.contracts.blobs import blobs_to_json
-from hybridrl.generation.episodes import completion_from_json
+from hybridrl.generation.responses import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
 # Keys of the saved state under which samples are stored. Only rank 0 has the samples of all

@@ -200,7 +200,11 @@ def remaining_tokens(have: int, expected: float, longest: int) -> float:
 
 
 def assign_replicas(
-    groups: Sequence[Group], expected: Mapping[int, float], longest: int, num_replicas: int
+    groups: Sequence[Group],
+    expected: Mapping[int, float],
+    longest: int,
+    num_replicas: int,
+    moves: bool = True,
 ) -> dict[int, int]:
     """Assigns each group to a replica such that the remaining work is spread evenly. Returns the
     replica for each group number. Only incomplete groups may move to another replica.
@@ -210,8 +214,13 @@ def assign_replicas(
         expected: Expected number of tokens per response, by group.
         longest: Maximum number of tokens in a response.
         num_replicas: Number of replicas.
+        moves: Whether incomplete groups may move to another replica.
     """
-    found = {g.number: g.replica for g in groups if g.is_complete and g.replica is not None}
+    found = {
+        g.number: g.replica
+        for g in groups
+        if g.replica is not None and (g.is_complete or not moves)
+    }
     moved = [group for group in groups if group.number not in found]
     work = []
     for group in moved:

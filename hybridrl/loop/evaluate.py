@@ -17,6 +17,7 @@ from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import Prompt, ScoredBatch
+from hybridrl.contracts.sequences import SampleValues
 from hybridrl.errors import MISSING, UserError
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.engine_phases import EnginePhases
@@ -321,10 +322,11 @@ def summarized(
     answers: Answers | None = None,
 ) -> Evaluation:
     """Summarizes scored responses as an `Evaluation`."""
-    parts = scored.reward_parts
+    samples = scored.by_sample()
+    parts = samples.reward_parts
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}
-    reward = float(scored.reward_B.mean())
-    found = Evaluation(reward, None, means, num_prompts, scored.num_samples)
+    reward = float(samples.reward_B.mean())
+    found = Evaluation(reward, None, means, num_prompts, samples.num_samples)
     found = dataclasses.replace(found, samples_per_prompt=samples_per_prompt)
     name = accuracy_part(scored, config)
     if not name:
@@ -342,7 +344,7 @@ def summarized(
     if outside is not None:
         note = f"{name} gave a score of {outside:g}, outside 0 to 1"
         return dataclasses.replace(found, note=note)
-    groups = _by_prompt(scored, parts[name].tolist(), answers)
+    groups = _by_prompt(samples, parts[name].tolist(), answers)
     return dataclasses.replace(found, **_accuracies(groups, samples_per_prompt, pass_k, answers))
 
 
@@ -351,11 +353,11 @@ Group = tuple[list[float], list[str | None]]
 
 
 def _by_prompt(
-    scored: ScoredBatch, scores: Sequence[float], answers: Answers | None
+    samples: SampleValues, scores: Sequence[float], answers: Answers | None
 ) -> list[Group]:
     found: dict[int, Group] = {}
-    samples = zip(scored.group_B.tolist(), scored.sample_ids_B.tolist(), scores, strict=True)
-    for group, sample, score in samples:
+    numbers = samples.group_B.tolist(), samples.sample_ids_B.tolist()
+    for group, sample, score in zip(*numbers, scores, strict=True):
         own_scores, own_answers = found.setdefault(group, ([], []))
         own_scores.append(score)
         own_answers.append(answers[sample] if answers is not None else None)

@@ -195,13 +195,14 @@ class Journal(Observer):
         """Returns metrics of sampled responses: their rewards, and the fraction of responses that
         were truncated.
         """
-        rewards, parts = batch.reward_B, batch.reward_parts
+        samples = batch.by_sample()
+        rewards, parts = samples.reward_B, samples.reward_parts
         names = parts if len(parts) > 1 else ()
         return {
             **{f"reward/{name}/mean": float(parts[name].mean()) for name in names},
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
-            TRUNCATED: float((~batch.finished_B).float().mean()),
+            TRUNCATED: float((~samples.finished_B).float().mean()),
         }
 
     def summarize(
@@ -213,7 +214,7 @@ class Journal(Observer):
         Args:
             flops: Model FLOPs by phase, summed over all ranks.
         """
-        lengths = batch.response_lengths_B.float()
+        lengths = batch.by_sample().response_lengths_B.float()
         # Gathering waits for ranks that are still writing files.
         ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
         times, memory = zip(*ranks, strict=True)

@@ -20,6 +20,7 @@ from hybridrl.data.end_tokens import end_tokens
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
+from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.sampler import Sampler
 from hybridrl.generation.schedule import Schedule
@@ -27,6 +28,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
+from hybridrl.loop.agent_setup import make_agent_episodes
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.slots import slot_rules
@@ -219,7 +221,14 @@ def make_sampler(
     sampling = sampling_params(config.rollout, ends)
     engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
-    episodes = make_episodes(config, world, replica, source, tokenizer, ends)
+    episodes: Episodes | AgentEpisodes | None
+    if config.agent.is_on:
+        vocab_size, needs_report = source.shape.vocab_size, scorer.counts_turns
+        episodes = make_agent_episodes(
+            config, world, replica, tokenizer, ends, vocab_size, needs_report
+        )
+    else:
+        episodes = make_episodes(config, world, replica, source, tokenizer, ends)
     return Sampler(
         world=world,
         layout=layout,

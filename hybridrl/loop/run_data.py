@@ -70,7 +70,14 @@ def make_data(
         ends = end_tokens(config.model, source.hf_config, tokenizer)
     unscored = None if is_scored(config) else no_reward
     function = unscored if given.reward is None else given.reward
-    scorer = Scorer(config.reward, tokenizer, function, needs.group_samples, config.environment)
+    scorer = Scorer(
+        config.reward,
+        tokenizer,
+        function,
+        needs.group_samples,
+        config.environment,
+        config.agent,
+    )
     store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
     builder = world.host_ranks[0]

@@ -32,32 +32,45 @@ def sample_records(
     Args:
         learned: The samples with log-probabilities from the trainer (`Roles.learned`), or None.
     """
-    row_of = {} if learned is None else _rows_by_id(learned)
+    row_of = {} if learned is None else _rows_by_key(learned)
     scored = scored.with_blobs()
     num_parts = -(-int(scored.lengths_B.sum()) // TOKENS_AT_ONCE)
     end = 0
     for size in even_sizes(scored.num_samples, num_parts):
         rows, end = range(end, end + size), end + size
-        ids = scored.sample_ids_B[end - size : end].tolist()
-        known = [row_of[sample] for sample in ids if sample in row_of]
+        keys = _keys(scored)[end - size : end]
+        known = [row_of[key] for key in keys if key in row_of]
         trainer = collect(learned.select(known), world) if learned is not None and known else None
         part = collect(scored.select(rows), world)
         if part is not None:
             yield from _records(part, trainer, scorer)
 
 
-def _rows_by_id(batch: ScoredBatch) -> dict[int, int]:
-    return {sample: row for row, sample in enumerate(batch.sample_ids_B.tolist())}
+Key = tuple[int, int]
+"""Number of a sample, and index of the sequence in the sample."""
+
+
+def _keys(batch: ScoredBatch) -> list[Key]:
+    samples = batch.sample_ids_B.tolist()
+    sequences = [0] * len(samples) if batch.sequence_B is None else batch.sequence_B.tolist()
+    return list(zip(samples, sequences, strict=True))
+
+
+def _rows_by_key(batch: ScoredBatch) -> dict[Key, int]:
+    return {key: row for row, key in enumerate(_keys(batch))}
 
 
 def _records(
     part: ScoredBatch, trainer: ScoredBatch | None, scorer: Scorer
 ) -> Iterator[dict[str, object]]:
-    row_of = {} if trainer is None else _rows_by_id(trainer)
+    row_of, keys = {} if trainer is None else _rows_by_key(trainer), _keys(part)
+    contexts = [prompt.text for prompt in part.prompts]
+    if part.sequence_B is not None:
+        contexts = scorer.contexts(part)
     for i, (text, pieces) in enumerate(
         zip(scorer.responses(part), scorer.pieces(part), strict=True)
     ):
-        prompt, sample = part.prompts[i], int(part.sample_ids_B[i])
+        prompt, (sample, sequence) = part.prompts[i], keys[i]
         tokens = _response(part, i)
         observed = [False] * len(pieces)
         if part.observed_T is not None:
@@ -69,7 +82,7 @@ def _records(
         record: dict[str, object] = {
             "sample": sample,
             "group": int(part.group_B[i]),
-            "prompt": prompt.text,
+            "prompt": contexts[i],
             "response": text,
             "reward": float(part.reward_B[i]),
             "parts": {name: float(value_B[i]) for name, value_B in part.reward_parts.items()},
@@ -80,10 +93,12 @@ def _records(
         }
         if isinstance(answer := prompt.columns.get("answer"), str | int | float):
             record["answer"] = answer
+        if part.sequence_B is not None:
+            record["sequence"] = sequence
         if any(observed):
             record["turns"] = runs([int(flag) for flag in observed])
-        if trainer is not None and sample in row_of:
-            trainer_L = trainer.behaviour_logp_T[_response(trainer, row_of[sample])]
+        if trainer is not None and keys[i] in row_of:
+            trainer_L = trainer.behaviour_logp_T[_response(trainer, row_of[keys[i]])]
             gaps = _millis(trainer_L - engine_L)
             known = (trainer_L < UNKNOWN_LOGP / 2).tolist()
             record["diff_mnat"] = [

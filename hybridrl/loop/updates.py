@@ -9,7 +9,7 @@ from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.roles.mix import Mix
 from hybridrl.roles.roles import Roles
-from hybridrl.training.batches.packing import even_sizes
+from hybridrl.training.batches.batch_plan import mini_batch_sizes
 from hybridrl.training.mismatch import behaviour_metrics
 from hybridrl.training.update import optimizer_step
 
@@ -31,7 +31,7 @@ class Updates:
             UserError: `train.max_skipped_steps` optimizer steps in a row were skipped.
         """
         roles = self._roles
-        sizes = even_sizes(batch.num_samples, number)
+        sizes = mini_batch_sizes(batch, number)
         mixed = self._mix.batches(roles, len(sizes), roles.trains_policy(step))
         found, end = [], 0
         for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):

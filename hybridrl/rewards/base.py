@@ -21,12 +21,14 @@ from typing import Protocol
 
 import torch
 
+from hybridrl.config.agent import AgentConfig
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.errors import DataError, UserError
 from hybridrl.rewards.functions import (
     NOT_CALLED,
+    REPORTED,
     TURNS,
     RewardFunction,
     TurnRewards,
@@ -131,18 +133,18 @@ class Part:
 
 
 class TurnPart(Part):
-    """Rewards from the environment for the turns of each response.
+    """Rewards from the environment for the turns of each response, or from an agent.
 
     Args:
         name: Name in metrics.
         weight: Weight of the rewards. If None, the rewards are ignored, but failures are not.
-        environment: Name of the environment, shown in messages.
+        source: Source of the rewards, shown in messages.
     """
 
-    def __init__(self, name: str, weight: float | None, environment: str) -> None:
+    def __init__(self, name: str, weight: float | None, source: str) -> None:
         super().__init__(name, TurnRewards())
         self.weight, self.is_counted = weight or 0.0, weight is not None
-        self.producer = Producer.of(TurnRewards, f"environment {environment!r}")
+        self.producer = Producer.of(TurnRewards, source)
         self.ended: dict[int, Outcome] = {}
         self.is_in_place = False
 
@@ -164,6 +166,7 @@ class Scorer:
             functions.
         min_samples: Minimum number of samples in a group for a comparison.
         environment: Config section of the environment that took part in the responses, if any.
+        agent: Config section of the agent that took part in the responses, if any.
 
     Raises:
         UserError: `config` names an unknown function, or its settings are wrong.
@@ -176,22 +179,25 @@ class Scorer:
         function: RewardFunction | Sequence[RewardFunction] | None = None,
         min_samples: int = 2,
         environment: EnvironmentConfig | None = None,
+        agent: AgentConfig | None = None,
     ) -> None:
         self._config, self._tokenizer, self._min_samples = config, tokenizer, min_samples
-        environment = environment or EnvironmentConfig()
+        environment, agent = environment or EnvironmentConfig(), agent or AgentConfig()
         self._piece = functools.cache(lambda token: self._text([token]))
-        self._sees_all = environment.reward_sees == "response"
+        self._sees_all = "response" in (environment.reward_sees, agent.reward_sees)
         if function is not None:
             self.parts = _script_parts([function] if callable(function) else function)
         else:
             called = [x for x in config.scorers().items() if x[1].function not in NOT_CALLED]
             self.parts = [Part(name, find_reward(one), one) for name, one in called]
-        weights = {n: s.weight for n, s in config.scorers().items() if s.function == TURNS}
         self._turns: TurnPart | None = None
-        if environment.name is not None:
-            name = next(iter(weights), TURNS)
+        if environment.name is not None or agent.is_on:
+            own = REPORTED if agent.is_on else TURNS
+            weights = {n: s.weight for n, s in config.scorers().items() if s.function == own}
+            name = next(iter(weights), own)
             weight = None if function is not None else weights.get(name)
-            self._turns = TurnPart(name, weight, environment.name)
+            source = "agent" if agent.is_on else f"environment {environment.name!r}"
+            self._turns = TurnPart(name, weight, source)
             self.parts.append(self._turns)
         self.name = " + ".join([part.name for part in self.parts] or [SERVED])
         self._producer = self.parts[0].producer if self.parts else Producer.here(SERVED)
@@ -205,6 +211,15 @@ class Scorer:
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each response, including observations but no special tokens."""
         return [self._text(tokens) for tokens, _ in _responses(batch)]
+
+    def contexts(self, batch: RolloutBatch) -> list[str]:
+        """Returns the text before each response, without special tokens."""
+        starts, sizes = batch.offsets[:-1], batch.of_held(batch.prompt_lengths_B)
+        tokens = batch.tokens_T
+        return [
+            self._text(tokens[start : start + size].tolist())
+            for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
 
     def pieces(self, batch: RolloutBatch) -> list[list[str]]:
         """Returns the text of each token in each response. Special tokens have an empty text."""
@@ -226,12 +241,14 @@ class Scorer:
                 part.begin(sample, tuple(tokens), job)
 
     def end_episode(self, sample: int, outcome: Outcome) -> None:
-        """Stores the environment's outcome for all turns of a sample."""
+        """Stores the outcome of a sample that the environment or the agent determined."""
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 
     def score(self, batch: RolloutBatch) -> ScoredBatch | None:
-        """Adds rewards to a batch. The reward parts are the unweighted scores of each scorer.
+        """Adds rewards to a batch. The reward parts are the unweighted scores of each scorer. If a
+        sample consists of several sequences, scorers receive the response in its last sequence, and
+        all sequences get the sample's reward.
 
         Args:
             batch: Samples of complete groups, because batched scorers may compare samples.
@@ -246,6 +263,9 @@ class Scorer:
                 failure, without waiting for other samples.
             DataError: Raised instead of BatchError if the row caused the failure.
         """
+        whole, ways = batch, batch.sequences
+        if ways.counts_E is not None:
+            batch = batch.select(ways.last_E)
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
         prompts, texts = batch.prompts, [self._text(one) for one in tokens]
@@ -260,14 +280,16 @@ class Scorer:
                 continue
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
-        # If the environment failed, rewards from other scorers are meaningless for that response.
+        # If the environment or the agent failed, other scores for this response are meaningless.
         total_B[without_turns] = self._config.error_value
-        floats = {name: score_B.float() for name, score_B in scores.items()}
-        scored = batch.scored(total_B.float(), floats, self._producer)
+        floats = {name: ways.of_sequences(score_B.float()) for name, score_B in scores.items()}
+        scored = whole.scored(ways.of_sequences(total_B.float()), floats, self._producer)
         if not failed or not self.drops:
             return scored
         rest = _comparable(batch.group_B.tolist(), failed, self._min_samples)
-        return scored.select(rest) if rest else None
+        is_left_B = torch.zeros(batch.num_samples, dtype=torch.bool)
+        is_left_B[rest] = True
+        return scored.select(ways.of_sequences(is_left_B).nonzero()[:, 0]) if rest else None
 
     def take_counts(self) -> dict[str, int]:
         """Returns the numbers of errors and notes since the last call, by metric name."""
@@ -278,6 +300,11 @@ class Scorer:
         """Cancels all submitted samples."""
         for part in self.parts:
             part.forget()
+
+    @property
+    def counts_turns(self) -> bool:
+        """Whether rewards from the environment or the agent are part of the reward."""
+        return self._turns is not None and self._turns.is_counted
 
     def close(self) -> None:
         """Ends all processes and threads that score."""

@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.agent import REWARD as REPORTED
 from hybridrl.config.environment import REWARD as TURNS
 from hybridrl.config.own_code import imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
@@ -32,7 +33,7 @@ from hybridrl.rewards.traits import traits_of
 __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 
 RewardFunction = Callable[..., Any]
-NOT_CALLED = (SERVED, TURNS)
+NOT_CALLED = (SERVED, TURNS, REPORTED)
 
 
 class TurnRewards:
@@ -45,6 +46,10 @@ class TurnRewards:
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Never called."""
         raise NotImplementedError
+
+
+class ReportedReward(TurnRewards):
+    """Reward that an agent reported (generation/agent_episodes.py)."""
 
 
 class ServedModel:
@@ -92,6 +97,7 @@ REWARDS: dict[str, Callable[..., RewardFunction] | str] = {
     "remote": Remote,
     SERVED: ServedModel,
     TURNS: TurnRewards,
+    REPORTED: ReportedReward,
 }
 NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
 

@@ -257,7 +257,8 @@ def test_losses_and_their_gradients_are_those_of_the_paper(name, batches):
         filled = algorithm.advantages(batch)
         noise_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed)) * 0.4
         now_T = (batch.old_logp_T + noise_T) * batch.response_mask_T
-        carrier = replace(filled, behaviour_logp_T=now_T)  # brings a column into place
+        # The first column brings a column into place, the other is of agents.
+        carrier = replace(filled, behaviour_logp_T=now_T, loss_weights_T=None)
         micro = micro_batch(carrier, range(batch.num_samples), 1, 4)
         logp_S = micro.behaviour_logp_S.double().requires_grad_()
         double = {n: getattr(micro, n).double() for n in ("old_logp_S", "advantages_S")}

@@ -57,6 +57,9 @@ EXTRA = {
     ("environments", "hybridrl.rewards.outcome"),
     ("environments", "hybridrl.rewards.pool"),
     ("environments", "hybridrl.rewards.worker"),
+    # The sampler takes turns from agents as it takes them from environments.
+    ("generation", "hybridrl.agents.backend"),
+    ("generation", "hybridrl.agents.host"),
     # Here the Python interface is put together from the core and its services.
     ("", "hybridrl.loop.trainer"),
     ("", "hybridrl.parallel.watch"),

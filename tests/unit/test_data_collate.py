@@ -207,5 +207,5 @@ def test_to_moves_every_tensor():
     moved = micro_batch(train_batch(), [0, 1], 1, 1).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
     tensors += [one.value for one in moved.model_inputs.values()]
-    assert len(tensors) == 19 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert len(tensors) == 20 and all(tensor.device.type == "meta" for tensor in tensors)
     assert isinstance(moved, MicroBatch)

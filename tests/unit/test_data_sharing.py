@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.training.batches.balance import Schedule, schedule
 from hybridrl.training.batches.collation import micro_batch, unpack
+from hybridrl.training.batches.packing import even_sizes
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
     ScheduleInputs,
@@ -108,8 +109,9 @@ def test_large_units_never_make_the_costliest_rank_more_expensive(seed: int) -> 
     of_prompt = [draw.randint(1, 800) for _ in range(len(prompts))]
     prompt_lengths = [of_prompt[p] for p in prompts]
     lengths = [length + draw.randint(1, 200) for length in prompt_lengths]
+    parts = (len(lengths),)
     inputs = ScheduleInputs(
-        tuple(lengths), tuple(prompts), tuple(prompt_lengths), 1, num_ranks, budget, 1, 10_000
+        tuple(lengths), tuple(prompts), tuple(prompt_lengths), parts, num_ranks, budget, 1, 10_000
     )
     alone = replace(inputs, prompt_lengths=None)
 
@@ -193,7 +195,7 @@ def test_lookups_are_of_a_ranks_own_samples_in_fewer_micro_batches(
 ) -> None:
     groups, prompts, lengths = tokens_of(num_parts, 16, 4)
     budget, num_ranks, shown = 400, 4, tuple(prompts) if shares else None
-    sizes = num_parts, num_ranks, budget, multiple, 1000
+    sizes = tuple(even_sizes(64, num_parts)), num_ranks, budget, multiple, 1000
     inputs = ScheduleInputs(tuple(lengths), tuple(groups), shown, *sizes)
     updates, lookups = schedule_samples(inputs), schedule_lookups(inputs)
     for one, other in zip(updates, lookups, strict=True):
@@ -210,5 +212,5 @@ def test_lookups_are_of_a_ranks_own_samples_in_fewer_micro_batches(
         assert len(lookups[0]) <= len(updates[0]) - 12 * (num_parts == 16)
         size = 64 // num_parts if num_parts == 16 else 22
         part = tuple(lengths[:size]), tuple(groups[:size]), shown and shown[:size]
-        alone = schedule_samples(ScheduleInputs(*part, 1, *sizes[1:]))
+        alone = schedule_samples(ScheduleInputs(*part, (size,), *sizes[1:]))
         assert [micros[: len(alone[0])] for micros in updates] == alone

@@ -34,7 +34,9 @@ def batch(weights: dict[str, float], samples: int = 1, **scores: list[float]) ->
     num = len(next(iter(parts.values())))
     ids_B = torch.arange(num)
     columns = {"sample_ids_B": ids_B, "group_B": ids_B // samples}
-    return SimpleNamespace(reward_parts=parts, reward_B=total, num_samples=num, **columns)
+    made = SimpleNamespace(reward_parts=parts, reward_B=total, num_samples=num, **columns)
+    made.by_sample = lambda: made
+    return made
 
 
 def lines_of(found: Any) -> list[str]:

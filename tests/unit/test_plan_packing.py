@@ -19,7 +19,7 @@ from hybridrl.services.planner.micro_batch_sizes import (
     shares_prompts,
     usual_micro_batches,
 )
-from hybridrl.training.batches.packing import round_up
+from hybridrl.training.batches.packing import even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
 
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-1.5b.json"
@@ -55,7 +55,7 @@ def trained_sizes(
         lengths=wholes,
         groups=tuple(number // per_prompt for number in range(len(lengths))),
         prompt_lengths=tuple(prompt for prompt, _ in lengths) if shares else None,
-        num_parts=config.steps.updates_per_step,
+        part_sizes=tuple(even_sizes(len(lengths), config.steps.updates_per_step)),
         num_ranks=layout.dp,
         token_budget=config.train.micro_batch_tokens,
         multiple=layout.pp if layout.vpp > 1 else 1,

@@ -209,7 +209,8 @@ def figures(names: Collection[str]) -> list[dict[str, Any]]:
         "Learning": (*LEARNING, _losses_of_terms(names)),
         "Evaluations": _evaluations(names),
         "Rewards and samples": (*_rewards(names), *SAMPLING, _lag(names)),
-        "Environment": _environment(names),
+        "Environment": _environment(names, "environment"),
+        "Agents": _environment(names, "agent"),
         "Engine and trainer": AGREEMENT,
         "Routing": (*ROUTING, *(_by_layer(names, *row) for row in BY_LAYER)),
         "Speed and memory": _speed(names),
@@ -267,18 +268,24 @@ def _lag(names: Collection[str]) -> Plot:
     return Plot("Tokens by the age of their weights", found, "share", kind="stack")
 
 
-def _environment(names: Collection[str]) -> list[Plot]:
-    found = sorted(n.removeprefix("environment/") for n in names if n.startswith("environment/"))
+def _environment(names: Collection[str], source: str) -> list[Plot]:
+    """Returns the figures of an environment or of agents. `source` is the prefix of the metrics."""
+    found = sorted(n.removeprefix(f"{source}/") for n in names if n.startswith(f"{source}/"))
     cut = {name.removeprefix("truncated_"): name for name in found if name.startswith("truncated_")}
-    rest = {name: name for name in found if name not in cut.values() and name != "turns_mean"}
+    means = {name.removesuffix("_mean"): name for name in found if name.endswith("_mean")}
+    shares = {**cut, **{name: name for name in found if name == "failed"}}
+    rest = {n: n for n in found if n not in means.values() and n not in shares.values()}
 
     def full(of: Mapping[str, str]) -> dict[str, str]:
-        return {label: f"environment/{name}" for label, name in of.items()}
+        return {label: f"{source}/{name}" for label, name in of.items()}
 
+    seconds = {label: name for label, name in means.items() if label == "seconds"}
+    counts = {label: name for label, name in means.items() if label != "seconds"}
     return [
-        Plot("Turns per response", {"mean": "environment/turns_mean"}),
-        Plot("Responses that were cut off, by reason", full(cut), "share", starts_at_zero=True),
-        Plot("Notes from environments", full(rest), "responses"),
+        Plot("Per response", full(counts)),
+        Plot("Duration of an episode", full(seconds), "s"),
+        Plot("Responses that were cut off or failed", full(shares), "share", starts_at_zero=True),
+        Plot("Counted events", full(rest), "events"),
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.schema import TrainConfig
-from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.batch import RolloutBatch, TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
@@ -29,7 +29,7 @@ from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.batches.balance import Schedule, schedule_hash
 from hybridrl.training.batches.collation import context_positions, micro_batch, unpack
-from hybridrl.training.batches.packing import FP8_TOKENS, round_up
+from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
     ScheduleInputs,
     schedule_lookups,
@@ -106,6 +106,15 @@ class BatchPlan:
         return Route(here.lengths_B, *ways, mesh.world, here.rows_H)(column_T)
 
 
+def mini_batch_sizes(batch: RolloutBatch, number: int) -> list[int]:
+    """Returns the number of rows in each of `number` consecutive mini-batches. The mini-batches
+    have almost equal numbers of samples, and no mini-batch divides the sequences of a sample.
+    """
+    counts_E = batch.sequences.counts_E
+    num_samples = batch.num_samples if counts_E is None else len(counts_E)
+    return batch.sequences.part_sizes(even_sizes(num_samples, number))
+
+
 class BatchPlanner:
     """Divides batches into micro-batches for one model.
 
@@ -154,7 +163,9 @@ class BatchPlanner:
             return [0] * len(batch.lengths_B)
         num_parts = 1 if batch.holders is None else batch.holders.num_parts
         assignments = self._schedule(batch, num_parts, is_lookup)
-        return shared_tokens(assignments, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
+        return shared_tokens(
+            assignments, batch.prompt_group_B.tolist(), batch.prompt_lengths_B.tolist()
+        )
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
         """Divides a batch into this rank's micro-batches, and fetches missing tokens.
@@ -231,9 +242,9 @@ class BatchPlanner:
         prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
         inputs = ScheduleInputs(
             lengths=tuple(round_up(n, self._pad_each) for n in batch.lengths_B.tolist()),
-            groups=tuple(batch.group_B.tolist()),
+            groups=tuple(batch.prompt_group_B.tolist()),
             prompt_lengths=prompt_lengths,
-            num_parts=num_parts,
+            part_sizes=tuple(mini_batch_sizes(batch, num_parts)),
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
             multiple=layout.pp if layout.vpp > 1 else 1,

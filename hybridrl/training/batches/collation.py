@@ -223,7 +223,11 @@ def _shared(
     batch: RolloutBatch, indices: Sequence[int], shares_prompts: bool
 ) -> tuple[list[int], list[bool]]:
     """Returns, for each sample, how many leading tokens it shares, and whether it stores them."""
-    groups = batch.group_B[list(indices)].tolist() if shares_prompts else list(range(len(indices)))
+    groups = (
+        batch.prompt_group_B[list(indices)].tolist()
+        if shares_prompts
+        else list(range(len(indices)))
+    )
     prefixes, leaders = [], []
     for _, run in groupby(range(len(indices)), key=groups.__getitem__):
         samples = list(run)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
 from hybridrl.training.batches.balance import DEFAULT_ATTENTION_LENGTH, Schedule, schedule
-from hybridrl.training.batches.packing import check_lengths, even_sizes
+from hybridrl.training.batches.packing import check_lengths
 
 # A unit usually fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be
 # filled well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be
@@ -75,15 +75,15 @@ class ScheduleInputs:
         lengths: Number of tokens in each sample.
         groups: Group of each sample; samples of one prompt have the same group.
         prompt_lengths: Number of tokens in each sample's prompt; None if prompts are not shared.
-        num_parts: Number of consecutive mini-batches. Each is scheduled separately, so that every
-            rank has samples from each.
+        part_sizes: Number of samples in each of the consecutive mini-batches. Each mini-batch is
+            scheduled separately, so that every rank has samples from each.
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
     """
 
     lengths: tuple[int, ...]
     groups: tuple[int, ...]
     prompt_lengths: tuple[int, ...] | None
-    num_parts: int
+    part_sizes: tuple[int, ...]
     num_ranks: int
     token_budget: int
     multiple: int
@@ -97,7 +97,7 @@ class ScheduleInputs:
             lengths=tuple(self.lengths[i] for i in rows),
             groups=tuple(self.groups[i] for i in rows),
             prompt_lengths=None if shared is None else tuple(shared[i] for i in rows),
-            num_parts=1,
+            part_sizes=(len(rows),),
         )
 
 
@@ -111,7 +111,7 @@ def schedule_samples(inputs: ScheduleInputs) -> Schedule:
         `[dp_rank][micro_batch]` -> sample indices; the micro-batches of the first mini-batch come
         first.
     """
-    sizes = even_sizes(len(inputs.lengths), inputs.num_parts)
+    sizes = inputs.part_sizes
     found: Schedule = [[] for _ in range(inputs.num_ranks)]
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         assignments = _schedule_part(inputs.of_samples(range(end - size, end)))
@@ -128,7 +128,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
     contain samples from several mini-batches.
     """
     assignments = schedule_samples(inputs)
-    if inputs.num_parts == 1:
+    if len(inputs.part_sizes) == 1:
         return assignments
     rows = [sorted(chain.from_iterable(micro_batches)) for micro_batches in assignments]
 

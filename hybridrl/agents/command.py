@@ -1,0 +1,280 @@
+"""Runs an agent as a program: a new process for each episode. Does not import torch.
+
+A program runs in its own process group and its own empty folder. It inherits only the environment
+variables in INHERITED, so that it sees no secret of the run. When it ends, or its time is over, all
+processes of its group are killed and the folder is removed. A program has the rights of the run
+unless a sandbox restricts it: it can read the run's files, and could leave its process group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.config.files import parse_json
+from hybridrl.errors import UserError, short
+from hybridrl.rewards.outcome import LARGEST, WHERE
+
+INHERITED = (
+    *("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "OMP_NUM_THREADS"),
+)
+POLL_S = 0.5
+GRACE_S = 2.0  # time between SIGTERM and SIGKILL
+MAX_RESULT_BYTES = 1 << 20
+PROGRAM = "a program that ends with exit code 0"
+REPORT = 'a file with a JSON object such as {"reward": 1.0}'
+
+
+class Sandbox(Protocol):
+    """Wraps the command of a program."""
+
+    def command(self, command: Sequence[str], folder: Path) -> list[str]:
+        """Returns the command that runs `command`, which may write only to `folder`."""
+
+
+class Bubblewrap:
+    """Runs a program with bubblewrap: other files are read-only, and other processes are hidden.
+    The program shares the network, because it must reach the endpoint.
+
+    Raises:
+        UserError: The program bwrap is not installed.
+    """
+
+    def __init__(self) -> None:
+        if shutil.which("bwrap") is None:
+            raise UserError(
+                "agent.sandbox",
+                "bubblewrap, but bwrap is not in PATH",
+                "none, or bubblewrap if bwrap is installed",
+                "Install bubblewrap, or set agent.sandbox=none.",
+            )
+
+    def command(self, command: Sequence[str], folder: Path) -> list[str]:
+        own = str(folder)
+        return [
+            *("bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
+            *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", own, own, "--"),
+            *command,
+        ]
+
+
+class EpisodeLogs:
+    """Files for the output of agents, in one folder per step.
+
+    Args:
+        folder: Parent of the folders.
+        num_steps: Number of steps whose folders are kept; 0 keeps no output.
+    """
+
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        self._folder, self._num_steps = folder, num_steps
+        self._lock = threading.Lock()
+
+    def file(self, task: AgentTask) -> Path | None:
+        """Returns the file for an episode, in an existing folder; None if no output is kept."""
+        if not self._num_steps:
+            return None
+        name = "evaluation" if task.is_evaluation else f"step_{task.step + 1:06d}"
+        with self._lock:
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+            steps = sorted(self._folder.glob("step_*"))
+            for old in steps[: -self._num_steps]:
+                shutil.rmtree(old, ignore_errors=True)
+            (self._folder / name).mkdir(exist_ok=True)  # an episode may be older than its folder
+        return self._folder / name / f"sample_{task.sample}.log"
+
+
+def scrubbed_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that a program inherits, and `more`."""
+    kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_")}
+    return {**kept, **more}
+
+
+def variables_of(task: AgentTask) -> dict[str, str]:
+    """Returns the variables by which a program finds the endpoint."""
+    return {
+        "OPENAI_BASE_URL": f"{task.base_url}/v1",
+        "OPENAI_API_KEY": task.api_key,
+        "OPENAI_MODEL": task.model,
+        "ANTHROPIC_BASE_URL": task.base_url,
+        "ANTHROPIC_AUTH_TOKEN": task.api_key,
+        "ANTHROPIC_MODEL": task.model,
+        # Claude Code would otherwise begin each conversation with a changing line.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    }
+
+
+class CommandRunner:
+    """Starts a process for each episode.
+
+    Args:
+        command: Arguments, or one text for /bin/sh.
+        env: Additional environment variables.
+        timeout_s: Time limit of one episode, in seconds of `clock`.
+        clock: Clock that stands still while the engine sleeps.
+        logs: Files for the output.
+        sandbox: Wraps the command; None for no sandbox.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: str | Sequence[str],
+        env: Mapping[str, str],
+        timeout_s: float,
+        clock: AwakeClock,
+        logs: EpisodeLogs,
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        self._command = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        self._env, self._timeout_s, self._clock = dict(env), timeout_s, clock
+        self._logs, self._sandbox = logs, sandbox
+        # The kernel then ends the program if this process is killed.
+        setpriv = shutil.which("setpriv")
+        self._prefix = [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+        self._lock = threading.Lock()
+        self._stops: dict[int, threading.Event] = {}
+        self._threads: set[threading.Thread] = set()
+
+    def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._run, args=[task, done, stop], name=f"agent {task.key}", daemon=True
+        )
+        with self._lock:
+            self._stops[task.key] = stop
+            self._threads.add(thread)
+        thread.start()
+
+    def stop(self, key: int) -> None:
+        with self._lock:
+            stop = self._stops.get(key)
+        if stop is not None:
+            stop.set()
+
+    def close(self) -> None:
+        with self._lock:
+            stops, threads = list(self._stops.values()), list(self._threads)
+        for stop in stops:
+            stop.set()
+        for thread in threads:
+            thread.join(GRACE_S + 2 * POLL_S)
+
+    def _run(self, task: AgentTask, done: Callable[[Report], None], stop: threading.Event) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="hybridrl-agent-"))
+        try:
+            report = self._play(task, folder, stop)
+        except OSError as error:
+            got = f"could not be started for {WHERE}: {error.strerror}: {error.filename}"
+            report = Report(failure=(got, "a program that exists"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            with self._lock:
+                self._stops.pop(task.key, None)
+        done(report)
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _play(self, task: AgentTask, folder: Path, stop: threading.Event) -> Report:
+        work, result = folder / "work", folder / "result.json"
+        work.mkdir()
+        (folder / "task.json").write_text(json.dumps(task.row, default=str), encoding="utf-8")
+        own = {
+            "HOME": str(work),
+            "HYBRIDRL_TASK": str(folder / "task.json"),
+            "HYBRIDRL_RESULT": str(result),
+        }
+        command, log = self._command, self._logs.file(task)
+        if self._sandbox is not None:
+            command = self._sandbox.command(command, folder)
+        with open(log or os.devnull, "wb") as output:
+            process = subprocess.Popen(
+                [*self._prefix, *command],
+                cwd=work,
+                env=scrubbed_environment({**own, **variables_of(task), **self._env}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        is_late = self._wait(process, stop)
+        code = _end_group(process)
+        where = f" (output: {log})" if log is not None else ""
+        if is_late:
+            got = f"took longer than {self._timeout_s:g} s for {WHERE}{where}"
+            return Report(failure=(got, "at most agent.timeout_s"))
+        if code:
+            ended = (
+                f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            )
+            return Report(failure=(f"{ended} on {WHERE}{where}", PROGRAM))
+        return reported(result)
+
+    def _wait(self, process: subprocess.Popen[bytes], stop: threading.Event) -> bool:
+        """Waits until the program ends or must be ended. Returns whether its time is over."""
+        deadline = self._clock.now() + self._timeout_s
+        while not stop.is_set():
+            left = deadline - self._clock.now()
+            if left <= 0:
+                return True
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=min(left, POLL_S) + 0.001)
+                return False
+        return False
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> int:
+    """Ends all processes in the group of a program. Returns the program's exit code."""
+    if process.poll() is None:
+        _signal_group(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+    _signal_group(process, signal.SIGKILL)
+    return process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def reported(file: Path) -> Report:
+    """Reads the reward that a program wrote; a missing file means no reward."""
+    try:
+        if file.stat().st_size > MAX_RESULT_BYTES:
+            raise ValueError("larger than 1 MiB")
+        found: Any = parse_json(file.read_bytes())
+    except FileNotFoundError:
+        return Report()
+    except (OSError, ValueError) as error:
+        got = f"wrote a file that cannot be read as JSON for {WHERE}: {error}"
+        return Report(failure=(got, REPORT))
+    if not isinstance(found, dict) or found.keys() - {"reward"}:
+        return Report(failure=(f"wrote {short(found)} for {WHERE}", REPORT))
+    return checked_report(found.get("reward"))
+
+
+def checked_report(reward: object) -> Report:
+    """Returns a report with a reward that is a number of float32's range or None, else a
+    failure.
+    """
+    if reward is None:
+        return Report()
+    is_number = isinstance(reward, int | float) and math.isfinite(reward)
+    if not is_number or abs(float(reward)) > LARGEST:  # type: ignore[arg-type]
+        return Report(
+            failure=(f"reported the reward {short(reward)} for {WHERE}", "a finite float")
+        )
+    return Report(reward=float(reward))  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""Entry point of a process that calls a user's agent function: reads tasks and writes reports, one
+JSON object per line. Does not import torch.
+
+All calls run concurrently in one event loop. The output of a call goes to its log file as long as
+it writes through `sys.stdout` or `sys.stderr`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+from hybridrl.agents.tasks import AgentTask
+from hybridrl.config.own_code import imported
+
+PR_SET_PDEATHSIG = 1
+LOG: contextvars.ContextVar[str | None] = contextvars.ContextVar("LOG", default=None)
+
+
+class _Output:
+    """Appends text to the log of the call that writes it; other text goes to `other`."""
+
+    def __init__(self, other: TextIO) -> None:
+        self._other = other
+
+    def write(self, text: str) -> int:
+        if (log := LOG.get()) is None:
+            return self._other.write(text)
+        with Path(log).open("a", encoding="utf-8") as file:
+            return file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+
+async def main(path: str, options: dict[str, Any]) -> None:
+    """Calls the function `path` for each task that arrives on the standard input."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps what the function prints apart from the reports
+    sys.stdout = sys.stderr = _Output(sys.stderr)  # type: ignore[assignment]
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 30)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def call(task: AgentTask, log: str | None) -> None:
+        LOG.set(log)
+        reward, error = None, None
+        try:
+            found = imported(path)(task, **options)
+            reward = await found if hasattr(found, "__await__") else found
+            reward = reward.item() if hasattr(reward, "item") else reward
+            json.dumps(reward)
+        except asyncio.CancelledError:
+            error = "CancelledError"
+        except BaseException as raised:  # the user's code may raise anything
+            traceback.print_exc()
+            text = str(raised).splitlines()
+            error = f"{type(raised).__name__}: {text[0][:300] if text else ''}"
+        answers.write(json.dumps({"key": task.key, "reward": reward, "error": error}).encode())
+        answers.write(b"\n")
+        answers.flush()
+        del running[task.key]
+
+    while line := await reader.readline():
+        message = json.loads(line)
+        if "cancel" in message:
+            if (one := running.get(message["cancel"])) is not None:
+                one.cancel()
+            continue
+        task = AgentTask(**message["task"])
+        running[task.key] = asyncio.create_task(call(task, message["log"]))
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # These signals reach all processes of a terminal; the run ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))

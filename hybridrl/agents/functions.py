@@ -1,0 +1,215 @@
+"""Runs agents as calls of a user's async function in worker processes. Does not import torch.
+
+Who waits for whom: `start` writes a task to a worker and returns. A thread per worker reads the
+reports and ends calls that are late. A worker process that does not end a late call, or that dies,
+is killed with all its calls, and the next task starts a new process. The process sees only the
+environment variables of command.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridrl.agents.command import (
+    GRACE_S,
+    POLL_S,
+    EpisodeLogs,
+    checked_report,
+    scrubbed_environment,
+)
+from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.config.files import parse_json
+from hybridrl.rewards.outcome import WHERE
+
+MODULE = "hybridrl.agents.function_worker"
+MAX_LINE_BYTES = 1 << 20
+FUNCTION = "an async function that returns a reward or None"
+
+
+@dataclass
+class _Call:
+    task: AgentTask
+    done: Callable[[Report], None]
+    deadline: float
+    is_cancelled: bool = False
+
+
+class FunctionRunner:
+    """Calls a function for each episode.
+
+    Args:
+        path: Function `package.module:name`.
+        options: Keyword arguments of the function.
+        workers: Number of processes.
+        timeout_s: Time limit of one episode, in seconds of `clock`.
+        clock: Clock that stands still while the engine sleeps.
+        logs: Files for the output of the calls.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        options: Mapping[str, Any],
+        workers: int,
+        timeout_s: float,
+        clock: AwakeClock,
+        logs: EpisodeLogs,
+    ) -> None:
+        make = _Worker(path, dict(options), timeout_s, clock, logs)
+        self._workers = [make.another() for _ in range(workers)]
+
+    def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        self._workers[task.key % len(self._workers)].start(task, done)
+
+    def stop(self, key: int) -> None:
+        self._workers[key % len(self._workers)].stop(key)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    """One worker process, which is started when it is needed."""
+
+    def __init__(
+        self,
+        path: str,
+        options: dict[str, Any],
+        timeout_s: float,
+        clock: AwakeClock,
+        logs: EpisodeLogs,
+    ) -> None:
+        self._given = path, options, timeout_s, clock, logs
+        self._path, self._options, self._timeout_s = path, options, timeout_s
+        self._clock, self._logs = clock, logs
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._calls: dict[int, _Call] = {}
+
+    def another(self) -> _Worker:
+        """Returns a worker with the same settings."""
+        return _Worker(*self._given)
+
+    def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        with self._lock:
+            self._calls[task.key] = _Call(task, done, self._clock.now() + self._timeout_s)
+            if self._process is None:
+                self._begin()
+            log = self._logs.file(task)
+            message = {"task": asdict(task), "log": None if log is None else str(log)}
+            self._send(message)
+
+    def stop(self, key: int) -> None:
+        with self._lock:
+            if self._calls.pop(key, None) is not None:
+                self._send({"cancel": key})
+
+    def close(self) -> None:
+        with self._lock:
+            self._calls = {}
+            process = self._process
+        if process is not None:
+            _kill(process)
+
+    def _begin(self) -> None:
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, self._path, json.dumps(self._options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=scrubbed_environment({"PYTHONPATH": paths, "HOME": os.environ.get("HOME", "/")}),
+            start_new_session=True,
+        )
+        thread = threading.Thread(
+            target=self._read, args=[process], name="agent function", daemon=True
+        )
+        thread.start()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the reading thread notices that the process died
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        """Reads reports until the process ends."""
+        assert process.stdout is not None
+        file, rest, is_late = process.stdout.fileno(), b"", False
+        while True:
+            if select.select([file], [], [], POLL_S)[0]:
+                if not (part := os.read(file, 1 << 16)):
+                    break
+                *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > MAX_LINE_BYTES:
+                    break
+                for line in lines:
+                    self._take(line)
+            if is_late := self._cancel_late():
+                break
+        ended = _kill(process)
+        with self._lock:
+            if self._process is process:
+                self._process = None
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            if is_late and call.is_cancelled:
+                call.done(self._late())
+            else:
+                call.done(Report(failure=(f"{ended} on {WHERE}", FUNCTION)))
+
+    def _take(self, line: bytes) -> None:
+        """Passes a report to its caller."""
+        try:
+            found = parse_json(line)
+            key, reward, error = found["key"], found["reward"], found["error"]
+        except (ValueError, LookupError, TypeError):
+            return  # the user's code wrote to the pipe
+        with self._lock:
+            call = self._calls.pop(key, None)
+        if call is None:
+            return
+        if call.is_cancelled:
+            call.done(self._late())
+        elif error is not None:
+            call.done(Report(failure=(f"raised {error} for {WHERE}", FUNCTION)))
+        else:
+            call.done(checked_report(reward))
+
+    def _late(self) -> Report:
+        got = f"took longer than {self._timeout_s:g} s for {WHERE}"
+        return Report(failure=(got, "at most agent.timeout_s"))
+
+    def _cancel_late(self) -> bool:
+        """Cancels calls whose time is over. Returns whether one did not end when it was
+        cancelled.
+        """
+        now = self._clock.now()
+        with self._lock:
+            for key, call in self._calls.items():
+                if now >= call.deadline and not call.is_cancelled:
+                    call.is_cancelled = True
+                    self._send({"cancel": key})
+            calls = self._calls.values()
+            return any(one.is_cancelled and now >= one.deadline + GRACE_S for one in calls)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> str:
+    """Kills a process and its group. Returns how it ended, as a verb phrase."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=0.2)  # if it died by itself, its exit code says why
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return f"died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"

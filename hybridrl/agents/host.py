@@ -1,0 +1,277 @@
+"""Runs the agents of one engine replica: opens their sessions, starts the programs and collects
+their results. Does not import torch.
+
+Who waits for whom: the rank's loop calls `begin`, `take` and `take_finished` between engine steps
+and never waits for a program, except in `wait`. Threads of the runner call back when a program has
+ended. Invariant: every episode that `begin` accepted is either returned once by `take_finished` or
+was ended by `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from hybridrl.agents.backend import Arrivals, TurnQueue
+from hybridrl.agents.samples import Budgets, Picker, SessionResult
+from hybridrl.agents.sessions import Session, Sessions
+from hybridrl.agents.tasks import AgentTask, AwakeClock, Report, Runner
+from hybridrl.config.files import replace_text
+from hybridrl.contracts.prompts import Asked
+from hybridrl.errors import UserError
+from hybridrl.rollout.engine import Completion
+
+STATUS_EVERY_S = 1.0
+
+
+class Endpoint(Protocol):
+    """An HTTP server for sessions."""
+
+    @property
+    def url(self) -> str:
+        """Address, without the part `/v1`."""
+
+    def close(self) -> None:
+        """Stops the server."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An episode to run; see `AgentTask`."""
+
+    key: int
+    step: int
+    sample: int
+    prompt: Asked
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An episode that ended.
+
+    Args:
+        key: Number of the episode.
+        result: Rows of its session.
+        reward: Reward that the agent reported; None if it reported none.
+        failure: What the agent did wrong, and what is allowed; None if nothing went wrong.
+        limit: Limit of turns or tokens that the agent reached; None if it reached none.
+        seconds: Duration of the episode.
+    """
+
+    key: int
+    result: SessionResult
+    reward: float | None
+    failure: tuple[str, str] | None
+    limit: Literal["turns", "tokens"] | None
+    seconds: float
+
+
+@dataclass
+class _Running:
+    session: Session
+    began: float
+
+
+class AgentHost:
+    """Runs agents.
+
+    Args:
+        sessions: Sessions of the endpoint.
+        queue: Turns that wait for the engine.
+        endpoint: HTTP server for the sessions.
+        runner: Starts the programs.
+        clock: Clock of the runner, which stands still while the engine sleeps.
+        model: Name of the model, which programs send with requests.
+        budgets: Limits of each session.
+        picker: Chooses the rows of each session.
+        concurrency: Maximum number of programs at the same time.
+        status_file: File for `hybridrl top`.
+    """
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        queue: TurnQueue,
+        endpoint: Endpoint,
+        runner: Runner,
+        clock: AwakeClock,
+        model: str,
+        budgets: Budgets,
+        picker: Picker,
+        concurrency: int,
+        status_file: Path,
+    ) -> None:
+        self._sessions, self._queue, self._endpoint = sessions, queue, endpoint
+        self._runner, self._clock, self._model = runner, clock, model
+        self._budgets, self._picker, self._concurrency = budgets, picker, concurrency
+        self._status_file, self._status_at = status_file, 0.0
+        self._lock = threading.Lock()
+        self._waiting: deque[Assignment] = deque()
+        self._running: dict[int, _Running] = {}
+        self._finished: list[Finished] = []
+        self._mistake: UserError | None = None
+        self._num_ended = self._num_failed = 0
+
+    def begin(self, assignment: Assignment) -> None:
+        """Starts an episode as soon as the number of running programs permits it."""
+        with self._lock:
+            self._waiting.append(assignment)
+        self._fill()
+
+    def end(self, key: int) -> None:
+        """Ends an episode whose result is not needed."""
+        with self._lock:
+            self._waiting = deque(one for one in self._waiting if one.key != key)
+            running = self._running.pop(key, None)
+            self._finished = [one for one in self._finished if one.key != key]
+        if running is not None:
+            self._runner.stop(key)
+            self._sessions.close(running.session)
+        self._fill()
+
+    def take(self) -> Arrivals:
+        """Returns the turns that were requested or aborted since the last call."""
+        self._write_status()
+        return self._queue.take()
+
+    def take_finished(self) -> list[Finished]:
+        """Returns the episodes that ended since the last call.
+
+        Raises:
+            UserError: The user's function for `agent.rows` returned something wrong.
+        """
+        with self._lock:
+            found, self._finished = self._finished, []
+            mistake = self._mistake
+        if mistake is not None:
+            raise mistake
+        return found
+
+    def finish(self, done: Completion) -> None:
+        """Passes a finished turn to the program that waits for it."""
+        self._queue.finish([done])
+
+    def abort(self, request_id: int) -> None:
+        """Fails a requested turn."""
+        self._queue.abort(request_id)
+
+    def next_request_id(self) -> int:
+        """Returns a number that no turn has."""
+        return self._sessions.next_request_id()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until a turn is requested or an episode ends, at most `timeout_s` seconds."""
+        with self._lock:
+            is_any = bool(self._finished or self._mistake)
+        if not is_any:
+            self._queue.wait(timeout_s)
+
+    def sleep(self) -> None:
+        """Notes that the engine sleeps; turns are then answered later."""
+        self._queue.is_asleep = True
+        self._clock.sleep()
+
+    def wake(self) -> None:
+        """Notes that the engine generates again."""
+        self._queue.is_asleep = False
+        self._clock.wake()
+
+    def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
+        """Returns, for each running episode, the number of tokens in its finished turns by the
+        version of the weights.
+        """
+        with self._lock:
+            sessions = {key: one.session for key, one in self._running.items() if key in keys}
+        found: dict[int, Counter[int]] = {}
+        for key, session in sessions.items():
+            counts = found.setdefault(key, Counter())
+            for turn in session.turns:
+                for version, num in turn.completion.runs:
+                    counts[version] += num
+        return found
+
+    def close(self) -> None:
+        """Ends all programs and the endpoint."""
+        with self._lock:
+            self._waiting.clear()
+            running, self._running = list(self._running.values()), {}
+        self._queue.close("The run has ended.")
+        self._runner.close()
+        for one in running:
+            self._sessions.close(one.session)
+        self._endpoint.close()
+        with suppress(OSError):
+            self._status_file.unlink(missing_ok=True)
+
+    def _fill(self) -> None:
+        """Starts waiting episodes while the number of running programs permits it."""
+        while True:
+            with self._lock:
+                if not self._waiting or len(self._running) >= self._concurrency:
+                    return
+                one = self._waiting.popleft()
+                session = self._sessions.open(one.key, dict(one.columns), self._budgets)
+                self._running[one.key] = _Running(session, self._clock.now())
+            task = AgentTask(
+                key=one.key,
+                step=one.step,
+                sample=one.sample,
+                prompt=one.prompt,
+                columns=one.columns,
+                base_url=self._endpoint.url,
+                api_key=session.token,
+                model=self._model,
+            )
+            self._runner.start(task, partial(self._on_end, one.key))
+
+    def _on_end(self, key: int, report: Report) -> None:
+        """Called by the runner when a program has ended."""
+        with self._lock:
+            running = self._running.pop(key, None)
+        if running is None:  # `end` was called in the meantime
+            return
+        session, limit = running.session, running.session.limit
+        # Programs usually end with an error if a request is refused because of a limit. The policy
+        # caused this, not the program.
+        failure = None if limit is not None else report.failure
+        seconds = self._clock.now() - running.began
+        try:
+            result = self._sessions.close(session, self._picker)
+        except UserError as error:
+            with self._lock:
+                self._mistake = self._mistake or error
+        else:
+            with self._lock:
+                self._finished.append(Finished(key, result, report.reward, failure, limit, seconds))
+        with self._lock:
+            self._num_ended += 1
+            self._num_failed += failure is not None
+        self._queue.wake()
+        self._fill()
+
+    def _write_status(self) -> None:
+        """Writes the numbers that `hybridrl top` shows, at most once per second."""
+        if (now := time.monotonic()) < self._status_at:
+            return
+        self._status_at = now + STATUS_EVERY_S
+        with self._lock:
+            status = {
+                "running": len(self._running),
+                "waiting": len(self._waiting),
+                "turns": self._queue.num_unfinished,
+                "ended": self._num_ended,
+                "failed": self._num_failed,
+            }
+        with suppress(OSError):  # a full disk must not end the run here
+            self._status_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._status_file, json.dumps(status) + "\n")

@@ -1,0 +1,129 @@
+"""Task of an agent, and the interface of runners, which start agents. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Lock
+from time import monotonic
+from typing import Any, Protocol
+
+from hybridrl.contracts.prompts import Asked
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """Task of one agent.
+
+    Args:
+        key: Number of the episode, unique in the process that serves the endpoint.
+        step: Number of the step that began the episode; negative in an evaluation.
+        sample: Number of the sample in the step.
+        prompt: Prompt of the data row: a text, or chat messages.
+        columns: Other columns of the row.
+        base_url: Address of the endpoint, without the part `/v1`.
+        api_key: Secret of the agent's session.
+        model: Name of the model.
+    """
+
+    key: int
+    step: int
+    sample: int
+    prompt: Asked
+    columns: Mapping[str, Any]
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the episode belongs to an evaluation."""
+        return self.step < 0
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Content of the file that HYBRIDRL_TASK names; it does not contain the secret."""
+        return {
+            "prompt": self.prompt,
+            "columns": dict(self.columns),
+            "sample": self.sample,
+            "step": self.step,
+            "is_evaluation": self.is_evaluation,
+        }
+
+    def client(self, **options: Any) -> Any:
+        """Returns an `openai.AsyncOpenAI` for the endpoint. A request has no time limit by default,
+        because the engine may sleep while the policy trains. All clients of a process share their
+        connections, so do not close them.
+        """
+        from openai import AsyncOpenAI
+
+        options = {"timeout": None, "http_client": _connections(), **options}
+        return AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key=self.api_key, **options)
+
+
+@cache
+def _connections() -> Any:
+    """Returns the connections of this process; creating them takes 30 ms, mostly for TLS."""
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient(timeout=None)
+
+
+@dataclass(frozen=True)
+class Report:
+    """How an agent ended.
+
+    Args:
+        reward: Reward that the agent reported; None if it reported none.
+        failure: What went wrong, as a verb phrase, and what is allowed; None if nothing went wrong.
+    """
+
+    reward: float | None = None
+    failure: tuple[str, str] | None = None
+
+
+class Runner(Protocol):
+    """Runs agents. All members may be called from any thread. An implementation may start agents
+    on other hosts if these can reach the endpoint.
+    """
+
+    def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        """Starts an agent without waiting. Calls `done` once when the agent has ended; after `stop`
+        the call may be missing.
+        """
+
+    def stop(self, key: int) -> None:
+        """Ends an agent whose result is not needed; does nothing if it is not running."""
+
+    def close(self) -> None:
+        """Ends all agents."""
+
+
+class AwakeClock:
+    """Measures time without the periods in which the engine sleeps."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._slept_s = 0.0
+        self._since: float | None = None
+
+    def sleep(self) -> None:
+        """Begins a period that does not count."""
+        with self._lock:
+            if self._since is None:
+                self._since = monotonic()
+
+    def wake(self) -> None:
+        """Ends the period that does not count."""
+        with self._lock:
+            if self._since is not None:
+                self._slept_s += monotonic() - self._since
+                self._since = None
+
+    def now(self) -> float:
+        """Returns the time in seconds since some fixed moment."""
+        with self._lock:
+            now = monotonic() if self._since is None else self._since
+            return now - self._slept_s

@@ -1,0 +1,427 @@
+"""Manages responses of agents: programs that request turns of the policy over HTTP.
+
+A response is an episode of an agent. It ends when the program ends, and consists of the
+conversations that the program had. The tokens of these conversations are exactly the tokens that
+the engine received and sampled (agents/sessions.py).
+
+Who waits for whom: only the first rank of a replica has an endpoint and runs programs. Between
+engine steps this rank sends the new requests and the responses that ended to the other ranks of its
+replica. All ranks of the replica must call `advance` in the same order. Programs act in real time:
+the order of their requests, and therefore the samples of a step, can differ between two runs. An
+episode cannot be repeated up to some turn. If a process was killed, or a run is resumed, unfinished
+episodes begin again. If new weights arrive, episodes continue: their requests wait, and each token
+records the version of the weights that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.agents.backend import TurnRequest
+from hybridrl.agents.host import AgentHost, Assignment, Finished
+from hybridrl.contracts.batch import Prompt
+from hybridrl.generation.responses import AgentResponse, AgentSequence, End, OpenAgent
+from hybridrl.parallel import progress
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.rewards.outcome import WHERE
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
+
+LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
+SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
+NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
+NO_REPORT = (
+    f"reported no reward for {WHERE}",
+    "a reward in the file HYBRIDRL_RESULT or as the function's result, or a reward.function",
+)
+
+
+@dataclass
+class _Episode:
+    """An unfinished response.
+
+    Args:
+        key: Number of the episode on this replica, unique in the process.
+    """
+
+    key: int
+    step: int
+    sample_id: int
+    prompt: Prompt
+    sampling: SamplingParams
+    is_evaluation: bool
+
+
+@dataclass(frozen=True)
+class _News:
+    """Events that all ranks of a replica process together.
+
+    Args:
+        requests: New requests for the engine, with the keys of their episodes.
+        stopped: Requests that no program waits for.
+        responses: Responses that ended, with the keys of their episodes.
+    """
+
+    requests: tuple[tuple[int, Request], ...] = ()
+    stopped: tuple[int, ...] = ()
+    responses: tuple[tuple[int, AgentResponse], ...] = ()
+
+
+@dataclass
+class _LastTurn:
+    """A turn that is sampled for an episode without any turn, because a response needs a token."""
+
+    key: int
+    finished: Finished
+    prompt: tuple[int, ...] = field(repr=False)
+
+
+class AgentEpisodes:
+    """Manages the unfinished responses of agents on one replica.
+
+    Args:
+        replica: Ranks of the replica.
+        host: Endpoint and programs; None except on the first rank of the replica.
+        seed: Seed of the run.
+        waits_s: Maximum time in seconds that `advance` waits in training if no response can
+            continue without a program.
+        needs_report: Whether an episode without a reported reward has failed.
+
+    Attributes:
+        in_real_time: Whether the order of events depends on time; True.
+    """
+
+    in_real_time = True
+
+    def __init__(
+        self,
+        replica: ReplicaGroup,
+        host: AgentHost | None,
+        seed: int,
+        waits_s: float = LONGEST_WAIT_S,
+        needs_report: bool = True,
+    ) -> None:
+        self._replica, self._host, self._seed = replica, host, seed
+        self._waits_s, self._needs_report = waits_s, needs_report
+        self._is_evaluation = False
+        self._next_key = 0
+        self._open: dict[int, _Episode] = {}  # by key, of training and of evaluations
+        # Requests of training that were in the engine when it was emptied.
+        self._paused: dict[int, Request] = {}
+        # Key of the episode, by unfinished request that was passed to the engine.
+        self._owners: dict[int, int] = {}
+        self._stopped: tuple[int, ...] = ()
+        # On the first rank only.
+        self._held: list[TurnRequest] = []  # arrived while an evaluation uses the engine
+        self._ended: list[Finished] = []  # of training, while an evaluation uses the engine
+        self._last_turns: dict[int, _LastTurn] = {}  # by request
+        if host is not None:
+            host.sleep()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an episode of the current round is unfinished."""
+        return any(one.is_evaluation == self._is_evaluation for one in self._open.values())
+
+    def start_round(self, is_evaluation: bool, live: Collection[int] = ()) -> list[Request]:
+        """Begins a round of generation. Returns the requests of the episodes that continue.
+
+        Args:
+            is_evaluation: Whether the round is an evaluation. Episodes of training then wait.
+            live: Samples whose episodes continue; all other episodes of training are ended.
+        """
+        self._is_evaluation = is_evaluation
+        wanted = set(live)
+        for key, one in list(self._open.items()):
+            if one.is_evaluation or not (is_evaluation or one.sample_id in wanted):
+                self._end(key)
+        if self._host is not None:
+            self._host.wake()
+        if is_evaluation:
+            return []
+        paused, self._paused = self._paused, {}
+        return list(paused.values())
+
+    def begin(
+        self,
+        step: int,
+        sample_id: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begins an episode, unless the sample's episode is running. `saved` is not used, because
+        an episode cannot be continued by another process.
+        """
+        if any(
+            one.sample_id == sample_id and one.is_evaluation == self._is_evaluation
+            for one in self._open.values()
+        ):
+            return
+        key, self._next_key = self._next_key, self._next_key + 1
+        episode = _Episode(key, step, sample_id, prompt, sampling, self._is_evaluation)
+        self._open[key] = episode
+        if self._host is not None:
+            columns = prompt.columns_with_text
+            self._host.begin(Assignment(key, step, sample_id, prompt.asked, columns))
+
+    def advance(
+        self, completions: Sequence[Completion], blocks: bool
+    ) -> tuple[list[AgentResponse], list[Request]]:
+        """Passes finished turns to the programs and collects their requests. Returns the responses
+        that ended, and requests for further turns.
+
+        Args:
+            completions: Finished turns.
+            blocks: Whether to wait for a program if no response can continue without one.
+        """
+        if not self.is_waiting and not completions:
+            return [], []
+        news = _News()
+        if self._host is not None:
+            news = self._collected(self._host, completions, blocks)
+        news = self._replica.broadcast_object(news)
+        for done in completions:
+            self._owners.pop(done.request_id, None)
+        self._stopped = tuple(n for n in news.stopped if n not in self._paused)
+        for number in news.stopped:
+            self._owners.pop(number, None)
+            self._paused.pop(number, None)
+        for key, _ in news.responses:
+            del self._open[key]
+        for key, request in news.requests:
+            self._owners[request.request_id] = key
+        if news.requests or news.responses:
+            progress.advance()
+        responses = [response for _, response in news.responses]
+        return responses, [request for _, request in news.requests]
+
+    def take_stopped(self) -> Collection[int]:
+        """Returns the requests in the engine for which no program waits, once."""
+        stopped, self._stopped = self._stopped, ()
+        return stopped
+
+    def end_turns(self, completions: Sequence[Completion]) -> list[AgentResponse]:
+        """Never called, because episodes of agents are always advanced in real time."""
+        raise NotImplementedError
+
+    def answer_due(self, gives_up: object) -> tuple[list[AgentResponse], list[Request]]:
+        """Never called, because episodes of agents are always advanced in real time."""
+        raise NotImplementedError
+
+    def leave_engine(self, begun: Mapping[int, Request]) -> dict[int, OpenAgent]:
+        """Keeps the requests that were removed from the engine for the next round. Returns the
+        unfinished episodes by sample.
+
+        Args:
+            begun: Requests that were removed from the engine, by number.
+        """
+        if not self._is_evaluation:
+            self._paused = dict(begun)
+        if self._host is not None:
+            self._host.sleep()
+        runs: dict[int, Counter[int]] = {}
+        if self._host is not None:
+            runs = self._host.versions(self._open)
+        runs = self._replica.broadcast_object(runs)
+        return {
+            one.sample_id: OpenAgent(one.sample_id, tuple(sorted(runs.get(key, {}).items())))
+            for key, one in self._open.items()
+            if not one.is_evaluation
+        }
+
+    def finish(self) -> None:
+        """Called when a round has ended; without a lag, no episode is left then."""
+        if self._host is not None:
+            self._host.sleep()
+
+    def forget(self) -> None:
+        """Ends all episodes and drops their responses."""
+        for key in list(self._open):
+            self._end(key)
+        self._paused, self._owners = {}, {}
+        if self._host is not None:
+            self._host.sleep()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns nothing, because unfinished episodes begin again in another process."""
+        return []
+
+    def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
+        """Returns this rank's counts of events in responses; `metrics` receives the sums of these
+        counts over all ranks.
+        """
+        return agent_counts(responses)
+
+    def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """Returns the metrics of a step; see `agent_metrics`."""
+        return agent_metrics(counts)
+
+    def close(self) -> None:
+        """Ends all programs and the endpoint."""
+        if self._host is not None:
+            self._host.close()
+
+    def _end(self, key: int) -> None:
+        """Ends an episode whose response is not needed."""
+        del self._open[key]
+        owned = {number for number, owner in self._owners.items() if owner == key}
+        self._paused = {n: one for n, one in self._paused.items() if n not in owned}
+        self._owners = {n: owner for n, owner in self._owners.items() if n not in owned}
+        if self._host is None:
+            return
+        self._host.end(key)
+        self._held = [turn for turn in self._held if turn.sample_key != key]
+        self._ended = [one for one in self._ended if one.key != key]
+        self._last_turns = {n: one for n, one in self._last_turns.items() if one.key != key}
+
+    def _collected(self, host: AgentHost, completions: Sequence[Completion], blocks: bool) -> _News:
+        """Returns the events since the last call. Called on the first rank of the replica."""
+        responses = []
+        for done in completions:
+            if (last := self._last_turns.pop(done.request_id, None)) is not None:
+                responses.append((last.key, self._response_without_turn(last, done)))
+            else:
+                host.finish(done)
+        if blocks and not responses and not self._held and not self._ended:
+            host.wait(LONGEST_WAIT_S if self._is_evaluation else self._waits_s)
+        arrivals = host.take()
+        requests = []
+        held, self._held = [*self._held, *arrivals.requests], []
+        for turn in held:
+            episode = self._open.get(turn.sample_key)
+            if episode is None:  # it ended in the meantime
+                host.abort(turn.request_id)
+            elif episode.is_evaluation != self._is_evaluation:
+                self._held.append(turn)
+            else:
+                requests.append((episode.key, self._request(episode, turn)))
+        ended, self._ended = [*self._ended, *host.take_finished()], []
+        for finished in ended:
+            episode = self._open.get(finished.key)
+            if episode is None:
+                continue
+            if episode.is_evaluation != self._is_evaluation:
+                self._ended.append(finished)
+            elif finished.result.rows:
+                responses.append((finished.key, self._response(episode, finished)))
+            else:
+                requests.append((episode.key, self._last_turn(host, episode, finished)))
+        stopped = tuple(number for number in arrivals.aborted if number in self._owners)
+        return _News(tuple(requests), stopped, tuple(responses))
+
+    def _request(self, episode: _Episode, turn: TurnRequest) -> Request:
+        run = episode.sampling
+        sampling = replace(
+            run,
+            max_new_tokens=turn.max_new_tokens,
+            stop_token_ids=(*run.stop_token_ids, *turn.stop_token_ids),
+            stop_strings=(*run.stop_strings, *turn.stop_strings),
+        )
+        seed = request_seed(self._seed, episode.step, episode.sample_id, turn.turn)
+        return Request(turn.request_id, turn.tokens, seed, sampling)
+
+    def _last_turn(self, host: AgentHost, episode: _Episode, finished: Finished) -> Request:
+        """Returns the request for one token after the prompt, because a response needs at least one
+        token. The response counts as a failure.
+        """
+        number = host.next_request_id()
+        self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
+        seed = request_seed(self._seed, episode.step, episode.sample_id)
+        sampling = replace(episode.sampling, max_new_tokens=1)
+        return Request(number, episode.prompt.tokens, seed, sampling)
+
+    def _response_without_turn(self, last: _LastTurn, done: Completion) -> AgentResponse:
+        sequence = AgentSequence(
+            context=last.prompt,
+            tokens=done.tokens,
+            logps=done.logps,
+            observed=(False,) * len(done.tokens),
+            finish_reason=done.finish_reason,
+            versions=done.runs,
+        )
+        failure = last.finished.failure or NO_TURN
+        return _joined(self._open[last.key], last.finished, (sequence,), failure)
+
+    def _response(self, episode: _Episode, finished: Finished) -> AgentResponse:
+        sequences = tuple(
+            AgentSequence(
+                context=row.prompt,
+                tokens=row.tokens,
+                logps=row.logps,
+                observed=row.observed,
+                finish_reason=row.finish_reason,
+                versions=row.versions,
+            )
+            for row in finished.result.rows
+        )
+        failure = finished.failure
+        is_whole = failure is None and finished.limit is None
+        if is_whole and finished.reward is None and self._needs_report:
+            failure = NO_REPORT
+        return _joined(episode, finished, sequences, failure)
+
+
+def _joined(
+    episode: _Episode,
+    finished: Finished,
+    sequences: tuple[AgentSequence, ...],
+    failure: tuple[str, str] | None,
+) -> AgentResponse:
+    last = sequences[-1]
+    ended: End = "done" if failure is None else "failure"
+    if failure is None and finished.limit is not None:
+        ended = finished.limit
+    return AgentResponse(
+        episode.sample_id,
+        last.tokens,
+        last.logps,
+        last.finish_reason,
+        min(version for one in sequences for version, _ in one.versions),
+        last.observed,
+        finished.result.num_turns,
+        ended,
+        finished.reward or 0.0,
+        failure,
+        {**finished.result.counts, "milliseconds": round(1000 * finished.seconds)},
+        sequences=sequences,
+    )
+
+
+def agent_counts(responses: Iterable[Completion]) -> dict[str, int]:
+    """Returns this rank's counts of events in the responses of agents."""
+    found: Counter[str] = Counter()
+    for response in responses:
+        assert isinstance(response, AgentResponse)
+        found.update({f"agent/{name}": count for name, count in response.notes.items()})
+        found.update({_EPISODES: 1, _TURNS: response.num_turns})
+        found.update({_SEQUENCES: len(response.sequences)})
+        for end in ("turns", "tokens", "failure"):
+            found[_ENDS + end] += response.ended == end
+    return dict(found)
+
+
+# Keys that cannot collide with the counts of sessions.
+_EPISODES, _TURNS, _SEQUENCES = "agent/#episodes", "agent/#turns", "agent/#sequences"
+_ENDS, _MILLISECONDS = "agent/#ended_", "agent/milliseconds"
+
+
+def agent_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Returns `agent/turns_mean`, `agent/sequences_mean`, `agent/seconds_mean`, the shares
+    `agent/failed` and `agent/truncated_NAME`, and how often each event occurred.
+    """
+    num = counts.get(_EPISODES, 0)
+    rest = {n: float(c) for n, c in counts.items() if "#" not in n and n != _MILLISECONDS}
+    if not num:
+        return rest
+    return {
+        **rest,
+        "agent/turns_mean": counts[_TURNS] / num,
+        "agent/sequences_mean": counts[_SEQUENCES] / num,
+        "agent/seconds_mean": counts[_MILLISECONDS] / 1000 / num,
+        "agent/failed": counts[_ENDS + "failure"] / num,
+        "agent/truncated_turns": counts[_ENDS + "turns"] / num,
+        "agent/truncated_tokens": counts[_ENDS + "tokens"] / num,
+    }

@@ -1,0 +1,149 @@
+"""Defines finished responses of several turns, and converts them to rollouts and JSON.
+
+A `Response` is one sequence, in which sampled tokens and observations alternate. An `AgentResponse`
+consists of the sequences of an agent's conversations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hybridrl.contracts.batch import Prompt, Rollout
+from hybridrl.contracts.blobs import blobs_from_json
+from hybridrl.rewards.outcome import Outcome, ScorerFailure
+from hybridrl.rollout.engine import Completion, FinishReason, Versions, versions_from_json
+
+End = Literal["done", "turns", "tokens", "failure"]
+
+
+@dataclass(frozen=True)
+class Response(Completion):
+    """A finished response of several turns, with observations among its tokens.
+
+    Args:
+        observed: For each token, whether it came from the environment.
+        num_turns: Number of turns of the policy.
+        ended: Why the response ended: the environment, max_turns, the token limit, or a failure of
+            the environment.
+        reward: Sum of the rewards from the environment.
+        failure: What the environment did wrong, and what it is allowed to do.
+        notes: Number of times that the environment reported each note.
+    """
+
+    observed: tuple[bool, ...] = ()
+    num_turns: int = 1
+    ended: End = "done"
+    reward: float = 0.0
+    failure: tuple[str, str] | None = None
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Sum of the rewards from the environment, or its failure."""
+        return self.reward if self.failure is None else ScorerFailure(*self.failure)
+
+
+@dataclass(frozen=True)
+class AgentSequence:
+    """One sequence of tokens in an agent's response.
+
+    Args:
+        context: Tokens before the first sampled token; at least one.
+        tokens: Tokens from the first sampled token on; the last token was sampled.
+        logps: Log-probability of each token; 0 on observed tokens.
+        observed: For each token, whether it is only context, because it was not sampled or because
+            another sequence of the response trains on it.
+        finish_reason: Why the last turn ended.
+        versions: Runs of tokens from the same version of the weights, as pairs (version, number of
+            tokens). Observed tokens belong to the run of the preceding turn.
+    """
+
+    context: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    observed: tuple[bool, ...]
+    finish_reason: FinishReason
+    versions: Versions
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> AgentSequence:
+        """Restores a sequence from `dataclasses.asdict` after a round trip through JSON."""
+        names = ("context", "tokens", "logps", "observed")
+        lists = {name: tuple(fields[name]) for name in names}
+        return AgentSequence(**{**fields, **lists, "versions": versions_from_json(fields)})
+
+
+@dataclass(frozen=True)
+class AgentResponse(Response):
+    """A finished response of an agent. `tokens`, `logps` and `observed` describe its last sequence.
+
+    Args:
+        sequences: All sequences, in the order in which their last turns ended; at least one.
+    """
+
+    sequences: tuple[AgentSequence, ...] = ()
+
+    @property
+    def runs(self) -> Versions:
+        """Weight versions of the tokens in all sequences."""
+        return tuple(run for sequence in self.sequences for run in sequence.versions)
+
+
+@dataclass(frozen=True)
+class OpenAgent:
+    """An agent that is still running, on the replica that started it.
+
+    Args:
+        request_id: Number of the sample.
+        runs: Runs of the tokens in its finished turns, as pairs (version, number of tokens).
+    """
+
+    request_id: int
+    runs: Versions
+
+
+def completion_from_json(fields: Mapping[str, Any]) -> Completion:
+    """Restores a completion or response from the output of `saved_fields`. The output may have been
+    converted to JSON and back.
+    """
+    names = {"tokens", "logps", "observed", "failure"} & set(fields)
+    values = {name: value for name, value in fields.items() if name != "experts"}
+    values |= {name: fields[name] and tuple(fields[name]) for name in names}
+    values |= {"blobs": blobs_from_json(fields), "versions": versions_from_json(fields)}
+    if "sequences" in fields:
+        sequences = tuple(AgentSequence.from_dict(one) for one in fields["sequences"])
+        return AgentResponse(**{**values, "sequences": sequences})
+    return (Response if "observed" in fields else Completion)(**values)
+
+
+def as_rollouts(done: Completion, prompt: Prompt) -> list[Rollout]:
+    """Converts a completion or response to one rollout per sequence."""
+    if isinstance(done, AgentResponse):
+        return [
+            Rollout(
+                sample_id=done.request_id,
+                prompt=replace(prompt, tokens=one.context, contents=()),
+                tokens=one.tokens,
+                logps=one.logps,
+                finish_reason=one.finish_reason,
+                version=one.versions[0][0],
+                observed=one.observed,
+                versions=one.versions if len(one.versions) > 1 else (),
+                sequence=index,
+            )
+            for index, one in enumerate(done.sequences)
+        ]
+    rollout = Rollout(
+        sample_id=done.request_id,
+        prompt=prompt,
+        tokens=done.tokens,
+        logps=done.logps,
+        finish_reason=done.finish_reason,
+        version=done.version,
+        observed=done.observed if isinstance(done, Response) else None,
+        blobs=done.blobs,
+        versions=done.versions,
+    )
+    return [rollout]

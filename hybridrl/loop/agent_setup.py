@@ -1,0 +1,174 @@
+"""Builds the endpoint and the runner of agents on the first rank of each replica. Collective."""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.agents.backend import SamplingTerms, TurnQueue
+from hybridrl.agents.chat_template import ChatTemplate
+from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs
+from hybridrl.agents.endpoint import Endpoint
+from hybridrl.agents.functions import FunctionRunner
+from hybridrl.agents.host import AgentHost
+from hybridrl.agents.samples import PICKERS, Budgets, Picker
+from hybridrl.agents.sessions import Sessions
+from hybridrl.agents.tasks import AwakeClock, Runner
+from hybridrl.agents.tool_formats import TurnReader
+from hybridrl.config.agent import AgentConfig
+from hybridrl.config.identity import run_folder
+from hybridrl.config.own_code import imported
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
+from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.rollout.registry import ENGINES
+
+MODEL_NAME = "policy"
+
+
+def make_agent_episodes(
+    config: Config,
+    world: World,
+    replica: ReplicaGroup,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
+    vocab_size: int,
+    needs_report: bool,
+) -> AgentEpisodes:
+    """Starts the endpoint of this rank's replica and builds the object that runs agents.
+
+    Args:
+        ends: Tokens that end a turn.
+        vocab_size: Number of tokens of the model.
+        needs_report: Whether agents must report a reward.
+
+    Raises:
+        UserError: A value of the section `agent` is wrong, or the endpoint cannot listen. Raised on
+            all ranks.
+    """
+    with world.all_agree("starting the endpoint for agents"):
+        host = None
+        if replica.is_first:
+            host = _host(config, world.rank, tokenizer, ends, vocab_size)
+    # With a lag, other replicas wait for this one every few engine steps.
+    waits_s = SHORT_WAIT_S if config.steps.max_policy_lag else LONGEST_WAIT_S
+    return AgentEpisodes(replica, host, config.run.seed, waits_s, needs_report)
+
+
+def check_agent(agent: AgentConfig) -> list[UserError]:
+    """Returns the errors that need no model: a function or sandbox that does not exist."""
+    if not agent.is_on:
+        return []
+    found = []
+    for check in (_checked_function, _picker, _checked_sandbox):
+        try:
+            check(agent)
+        except UserError as error:
+            found.append(error)
+    return found
+
+
+def _host(
+    config: Config,
+    rank: int,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
+    vocab_size: int,
+) -> AgentHost:
+    agent, rollout, logs = config.agent, config.rollout, run_folder(config) / "logs"
+    if found := check_agent(agent):
+        raise found[0]
+    # The endpoint renders in its own thread, and tokenizers must not be shared by threads.
+    own = copy.deepcopy(tokenizer)
+    has_template = bool(getattr(own, "chat_template", None))
+    template = ChatTemplate(own, ends, config.data.template_arguments) if has_template else None
+    sessions = Sessions(config.longest_request(), template)
+    terms = SamplingTerms(
+        temperature=rollout.temperature,
+        max_context=config.longest_request(),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
+    )
+    queue, clock = TurnQueue(terms), AwakeClock()
+    source = template.source if template is not None else ""
+    endpoint = Endpoint(
+        sessions,
+        queue,
+        own,
+        vocab_size=vocab_size,
+        host=agent.host,
+        reader=TurnReader.for_template(source, agent.tool_format),
+        model=MODEL_NAME,
+    )
+    return AgentHost(
+        sessions=sessions,
+        queue=queue,
+        endpoint=endpoint.start(),
+        runner=_runner(agent, clock, EpisodeLogs(logs / "agents", agent.log_steps)),
+        clock=clock,
+        model=MODEL_NAME,
+        budgets=Budgets(
+            max_turns=agent.max_turns,
+            max_turn_tokens=agent.max_turn_tokens,
+            max_sampled_tokens=agent.max_sampled_tokens,
+            max_row_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        ),
+        picker=_picker(agent),
+        concurrency=agent.concurrency,
+        status_file=logs / f"rank_{rank}.agents",
+    )
+
+
+def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:
+    if agent.function is not None:
+        return FunctionRunner(
+            path=agent.function,
+            options=agent.options,
+            workers=agent.workers,
+            timeout_s=agent.timeout_s,
+            clock=clock,
+            logs=logs,
+        )
+    assert agent.command is not None
+    return CommandRunner(
+        command=agent.command,
+        env=agent.env,
+        timeout_s=agent.timeout_s,
+        clock=clock,
+        logs=logs,
+        sandbox=Bubblewrap() if agent.sandbox == "bubblewrap" else None,
+    )
+
+
+def _picker(agent: AgentConfig) -> Picker:
+    if agent.rows in PICKERS:
+        return PICKERS[agent.rows]
+    picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")
+    return picker
+
+
+def _checked_function(agent: AgentConfig) -> None:
+    if agent.function is not None:
+        _callable("agent.function", agent.function)
+
+
+def _checked_sandbox(agent: AgentConfig) -> None:
+    if agent.sandbox == "bubblewrap":
+        Bubblewrap()
+
+
+def _callable(key: str, path: str, others: str = "") -> Picker:
+    allowed = f"{others}package.module:function"
+    try:
+        found = imported(path)
+    except ImportError as error:
+        raise UserError(key, path, allowed, f"Importing it failed: {error}.") from error
+    if not callable(found):
+        kind = type(found).__name__
+        raise UserError(key, path, allowed, f"It is a {kind}, which cannot be called.")
+    checked: Picker = found
+    return checked

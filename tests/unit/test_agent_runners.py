@@ -1,0 +1,288 @@
+"""Programs and functions as agents: results, limits, and what they can see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import psutil
+import pytest
+
+from hybridrl.agents.backend import SamplingTerms, TurnQueue
+from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs
+from hybridrl.agents.functions import FunctionRunner
+from hybridrl.agents.host import AgentHost, Assignment
+from hybridrl.agents.samples import Budgets, pick_all
+from hybridrl.agents.sessions import Sessions
+from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.errors import UserError
+
+
+def task_of(sample: int, step: int = 0) -> AgentTask:
+    return AgentTask(
+        key=sample,
+        step=step,
+        sample=sample,
+        prompt="2+2=",
+        columns={"answer": "4"},
+        base_url="http://127.0.0.1:1",
+        api_key=f"secret-{sample}",
+        model="policy",
+    )
+
+
+def run_all(runner: Any, tasks: list[AgentTask], timeout_s: float = 20) -> dict[int, Report]:
+    found: Queue[tuple[int, Report]] = Queue()
+    for task in tasks:
+        runner.start(task, lambda report, key=task.key: found.put((key, report)))
+    return dict(found.get(timeout=timeout_s) for _ in tasks)
+
+
+def command_runner(folder: Path, command: Any, timeout_s: float = 20, **more: Any) -> CommandRunner:
+    return CommandRunner(
+        command=command,
+        env=more.pop("env", {}),
+        timeout_s=timeout_s,
+        clock=AwakeClock(),
+        logs=EpisodeLogs(folder / "agents", 2),
+        **more,
+    )
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-S", "-c", text]
+
+
+REPORTS = """
+import json, os
+task = json.load(open(os.environ["HYBRIDRL_TASK"]))
+assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_AUTH_TOKEN"]
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+assert task["columns"] == {"answer": "4"} and task["prompt"] == "2+2="
+assert "secret" not in json.dumps(task)
+open("own.txt", "w").write("x")
+assert os.listdir(".") == ["own.txt"] and os.environ["HOME"] == os.getcwd()
+seen = sorted(n for n in os.environ if n.startswith("HYBRIDRL_"))
+print("saw", seen, os.environ["MINE"])
+json.dump({"reward": task["sample"] + 0.5}, open(os.environ["HYBRIDRL_RESULT"], "w"))
+"""
+
+
+def test_a_program_gets_its_task_reports_a_reward_and_sees_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_TEST_SECRET", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    runner = command_runner(tmp_path, program(REPORTS), env={"MINE": "yes"})
+    before = set(Path("/tmp").glob("hybridrl-agent-*"))
+    found = run_all(runner, [task_of(0), task_of(1)])
+    assert found == {0: Report(0.5), 1: Report(1.5)}
+    log = (tmp_path / "agents" / "step_000001" / "sample_1.log").read_text()
+    assert log == "saw ['HYBRIDRL_RESULT', 'HYBRIDRL_TASK'] yes\n"
+    assert set(Path("/tmp").glob("hybridrl-agent-*")) <= before
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("exit 3", "exited with 3"),
+        ("kill -9 $$", "was ended by SIGKILL"),
+        ("echo '{' > $HYBRIDRL_RESULT", "cannot be read as JSON"),
+        ('echo \'{"reward": "much"}\' > $HYBRIDRL_RESULT', "reported the reward 'much'"),
+        ("echo '{\"reward\": NaN}' > $HYBRIDRL_RESULT", "reward"),
+        ("echo '[1]' > $HYBRIDRL_RESULT", r"wrote \[1\]"),
+        (["no-such-program-at-all"], "(exited with 127|could not be started)"),
+    ],
+)
+def test_a_program_that_fails_says_how(tmp_path, command, message):
+    (report,) = run_all(command_runner(tmp_path, command), [task_of(0)]).values()
+    assert report.reward is None and report.failure is not None
+    assert re.search(message, report.failure[0]), report.failure
+
+
+def test_a_program_without_a_result_reports_no_reward(tmp_path):
+    assert run_all(command_runner(tmp_path, "true"), [task_of(0)]) == {0: Report()}
+
+
+def test_all_processes_of_a_late_or_stopped_program_are_killed(tmp_path):
+    command = f"sleep 60 & echo $! > {tmp_path}/child_$OPENAI_API_KEY; sleep 60"
+    late = command_runner(tmp_path, command, timeout_s=0.5)
+    (report,) = run_all(late, [task_of(1)]).values()
+    assert report.failure is not None and "longer than 0.5 s" in report.failure[0]
+    other = command_runner(tmp_path, command)
+    reports: list[Report] = []
+    other.start(task_of(2), reports.append)
+    wait_for((tmp_path / "child_secret-2").exists)
+    other.stop(2)
+    children = [int((tmp_path / f"child_secret-{n}").read_text()) for n in (1, 2)]
+    wait_for(lambda: not any(map(is_alive, children)))
+    done = command_runner(tmp_path, f"sleep 60 & echo $! > {tmp_path}/left")
+    assert run_all(done, [task_of(3)]) == {3: Report()}
+    wait_for(lambda: not is_alive(int((tmp_path / "left").read_text())))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(is_met: Callable[[], bool], timeout_s: float = 20) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_met():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_time_while_the_engine_sleeps_does_not_count(tmp_path):
+    clock = AwakeClock()
+    clock.sleep()
+    before = clock.now()
+    time.sleep(0.1)
+    assert clock.now() == before
+    clock.wake()
+    time.sleep(0.05)
+    assert 0.04 < clock.now() - before < 0.1
+
+
+def test_logs_of_old_steps_are_removed(tmp_path):
+    logs = EpisodeLogs(tmp_path, 2)
+    for step in range(4):
+        file = logs.file(task_of(7, step))
+        assert file is not None
+        file.write_text("x")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step_000003", "step_000004"]
+    assert logs.file(task_of(0, -1)) == tmp_path / "evaluation" / "sample_0.log"
+    assert EpisodeLogs(tmp_path, 0).file(task_of(0)) is None
+
+
+def function_runner(folder: Path, name: str, timeout_s: float = 20, **options: Any) -> Any:
+    return FunctionRunner(
+        path=f"own_agents:{name}",
+        options=options,
+        workers=1,
+        timeout_s=timeout_s,
+        clock=AwakeClock(),
+        logs=EpisodeLogs(folder / "agents", 2),
+    )
+
+
+def test_functions_run_in_one_process_and_report_rewards_and_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDRL_TEST_SECRET", "x")
+    runner = function_runner(tmp_path, "rewarded", reward=0.25)
+    assert run_all(runner, [task_of(n) for n in range(3)]) == {
+        n: Report(n + 0.25) for n in range(3)
+    }
+    log = tmp_path / "agents" / "step_000001" / "sample_2.log"
+    assert log.read_text() == "sample 2\n"
+    runner.close()
+    for name, expected in (("silent", Report()), ("variables", Report(0.0))):
+        runner = function_runner(tmp_path, name)
+        assert run_all(runner, [task_of(0)]) == {0: expected}
+        runner.close()
+    for name, message in (
+        ("wrong", "raised ValueError: sample 1 is wrong"),
+        ("text", "reported the reward 'much'"),
+        ("missing", "has no attribute 'missing'"),
+    ):
+        runner = function_runner(tmp_path, name)
+        (report,) = run_all(runner, [task_of(1)]).values()
+        assert report.failure is not None and message in report.failure[0]
+        runner.close()
+
+
+def test_functions_that_are_late_or_end_their_process_fail_and_a_new_process_starts(tmp_path):
+    late = function_runner(tmp_path, "sleeping", timeout_s=1.0)
+    (report,) = run_all(late, [task_of(0)]).values()
+    assert report.failure is not None and "longer than 1 s" in report.failure[0]
+    late.close()
+    hung = function_runner(tmp_path, "blocking", timeout_s=1.0)
+    reports = run_all(hung, [task_of(0), task_of(1)])
+    assert all(one.failure and "longer than 1 s" in one.failure[0] for one in reports.values())
+    hung.close()
+    dying = function_runner(tmp_path, "dying")
+    for sample, message in ((0, "died (exit code 4)"), (1, "SystemExit"), (0, "died")):
+        (report,) = run_all(dying, [task_of(sample)]).values()
+        assert report.failure is not None and message in report.failure[0]
+    dying.close()
+
+
+class Held:
+    """A runner whose agents end when the test says so."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, Callable[[Report], None]] = {}
+        self.stopped: list[int] = []
+
+    def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        self.done[task.key] = done
+
+    def stop(self, key: int) -> None:
+        self.stopped.append(key)
+
+    def close(self) -> None:
+        self.done = {}
+
+
+class NoEndpoint:
+    url = "http://127.0.0.1:1"
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_host_limits_programs_returns_each_once_and_reports_its_state(tmp_path):
+    sessions, runner = Sessions(100, None), Held()
+    queue = TurnQueue(SamplingTerms(1.0, 100))
+    host = AgentHost(
+        sessions=sessions,
+        queue=queue,
+        endpoint=NoEndpoint(),
+        runner=runner,
+        clock=AwakeClock(),
+        model="policy",
+        budgets=Budgets(),
+        picker=pick_all,
+        concurrency=2,
+        status_file=tmp_path / "logs" / "rank_0.agents",
+    )
+    for key in range(5):
+        host.begin(Assignment(key, 0, key, "2+2=", {}))
+    assert list(runner.done) == [0, 1] and len(sessions) == 2
+    host.take()
+    status = json.loads((tmp_path / "logs" / "rank_0.agents").read_text())
+    assert status == {"running": 2, "waiting": 3, "turns": 0, "ended": 0, "failed": 0}
+    runner.done[0](Report(1.0))
+    assert list(runner.done) == [0, 1, 2] and queue.wait(0)
+    host.end(1)  # its result is not needed; the next one starts
+    assert runner.stopped == [1] and list(runner.done) == [0, 1, 2, 3]
+    host.end(4)
+    runner.done[1](Report(1.0))
+    runner.done[2](Report(failure=("fell over", "standing")))
+    found = host.take_finished()
+    assert [(one.key, one.reward, one.failure) for one in found] == [
+        (0, 1.0, None),
+        (2, None, ("fell over", "standing")),
+    ]
+    assert host.take_finished() == [] and host.versions([3]) == {3: Counter()}
+    host.close()
+    assert len(sessions) == 0 and not (tmp_path / "logs" / "rank_0.agents").exists()
+
+
+def test_a_sandbox_needs_its_program_and_binds_only_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="bwrap is not in PATH"):
+        Bubblewrap()
+    (tmp_path / "bwrap").write_text("#!/bin/sh\n")
+    os.chmod(tmp_path / "bwrap", 0o755)
+    command = Bubblewrap().command(["program", "word"], tmp_path / "own")
+    own = str(tmp_path / "own")
+    assert command[-6:] == ["--bind", own, own, "--", "program", "word"]
+    assert command[command.index("--ro-bind") + 1] == "/"
