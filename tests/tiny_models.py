@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -46,6 +48,8 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+
+from hybridrl.models.hf.stored_slices import StoredSlice, stored_name
 
 SIZES = {
     "hidden_size": 64,
@@ -77,7 +81,7 @@ YARN_16 = {
     "beta_slow": 0.5,
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -101,6 +105,15 @@ TWO_ROPES = {
 # The longest sequence that models with longrope are computed for: beyond phi35's original length,
 # within phi4mini's.
 LONGEST = 96
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -171,8 +184,9 @@ def tiny_model(
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
     positions), qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe
     (biases, a shared expert with its gate), olmoe (norms of queries and keys over all heads),
-    glm4_moe (a part of each head turns, a dense first layer, a shared expert), or deepseek_v3
-    (latent attention, scaled rope, a dense first layer, experts in groups).
+    glm4_moe (a part of each head turns, a dense first layer, a shared expert), deepseek_v3
+    (latent attention, scaled rope, a dense first layer, experts in groups), or gpt_oss (sinks,
+    windows in turn, experts with biases and a clamped activation that bends).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -236,6 +250,11 @@ def tiny_model(
         own = {"head_dim": 64 if wide else 24, "rope_parameters": copy.deepcopy(TWO_ROPES)}
         own |= {"sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
         model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **own))
+    elif name == "gpt_oss":
+        # As wide as the model: only the numbers show whether a matrix is transposed.
+        own = {"head_dim": 64 if wide else 24, "intermediate_size": sizes["hidden_size"]}
+        own |= {"sliding_window": 7, "rope_parameters": dict(GPT_OSS_ROPE)}
+        model = GptOssForCausalLM(GptOssConfig(**(sizes | EXPERTS | own)))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
@@ -245,6 +264,8 @@ def tiny_model(
         noise = torch.randn(parameter.shape, generator=generator)
         is_plain_norm = "norm" in parameter_name and not name.startswith("gemma")
         parameter.data = noise * 0.1 + (1.0 if is_plain_norm else 0.0)
+        if name == "gpt_oss" and ("gate_up_proj" in parameter_name or "sinks" in parameter_name):
+            parameter.data *= 5  # so that many gates are clamped, and sinks take part
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
@@ -258,13 +279,26 @@ def save_tiny_models(folder: Path, names: tuple[str, ...]) -> None:
         tiny_model(name).save_pretrained(folder / name, max_shard_size=size)
 
 
+def slices_of(stored: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Returns tensors of a checkpoint as the weight table names them, which may be slices."""
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        place = StoredSlice.of(name)
+        part = stored[place.name] if place.index is None else stored[place.name][place.index]
+        found[name] = part.T if place.is_transposed else part
+    assert {stored_name(name) for name in found} == stored.keys()
+    return found
+
+
 @contextmanager
 def chosen_by(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Gives the experts, (T, K), that each router of a transformers model chooses, layer after
     layer.
     """
     found: list[torch.Tensor] = []
-    gates = [part for name, part in model.named_modules() if name.endswith("mlp.gate")]
+    gates = [
+        part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))
+    ]
     hooks = [gate.register_forward_hook(lambda *given: found.append(given[2][2])) for gate in gates]
     yield found
     for hook in hooks:

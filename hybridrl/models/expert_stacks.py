@@ -1,4 +1,5 @@
-"""Finds stacks: one matrix of each expert that a rank holds in a layer, in order. No torch.
+"""Finds stacks: one matrix, or bias, of each expert that a rank holds in a layer, in order. No
+torch.
 
 In Megatron, each expert's matrix is a parameter; inference engines store a layer's matrices as one
 tensor (experts, rows, columns). If the trainer's matrices are equally spaced in memory, they
@@ -18,9 +19,10 @@ from hybridrl.parallel.layout import TrainLayout
 # Names of experts that are separate modules, and of experts in transformer-engine's grouped layer.
 _NAMES = (
     re.compile(
-        r"(?P<mixture>.*\.mlp\.experts)\.local_experts\.(?P<place>\d+)\.(?P<matrix>.*)\.weight"
+        r"(?P<mixture>.*\.mlp\.experts)\.local_experts\.(?P<place>\d+)\."
+        r"(?P<matrix>.*)\.(?P<kind>weight|bias)"
     ),
-    re.compile(r"(?P<mixture>.*\.mlp\.experts)\.(?P<matrix>.*)\.weight(?P<place>\d+)"),
+    re.compile(r"(?P<mixture>.*\.mlp\.experts)\.(?P<matrix>.*)\.(?P<kind>weight)(?P<place>\d+)"),
 )
 
 
@@ -33,7 +35,9 @@ def place_in_stack(name: str) -> tuple[str, int] | None:
     """
     for pattern in _NAMES:
         if found := pattern.fullmatch(name):
-            return f"{found['mixture']}.{found['matrix']}", int(found["place"])
+            stack = f"{found['mixture']}.{found['matrix']}"
+            is_bias = found["kind"] == "bias"
+            return f"{stack}.bias" if is_bias else stack, int(found["place"])
     return None
 
 

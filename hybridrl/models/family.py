@@ -19,7 +19,12 @@ from hybridrl.config.own_code import imported
 from hybridrl.errors import MISSING, ModelError, UserError
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.families import FAMILIES
-from hybridrl.models.hf.config_keys import DECODER_KEYS, check_keys, check_values
+from hybridrl.models.hf.config_keys import (
+    DECODER_KEYS,
+    QUANTIZATION,
+    check_keys,
+    check_values,
+)
 
 HfConfig = Mapping[str, Any]
 RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up"]
@@ -111,6 +116,8 @@ class Rotary:
             no effect.
         local: Rotary positions in windowed layers (Gemma 3); None if all layers use the same
             positions.
+        has_whole_bounds: Whether YaRN rounds the dimensions at which it begins and ends to
+            interpolate to whole numbers.
     """
 
     base: float
@@ -124,6 +131,7 @@ class Rotary:
     share: float = 1.0
     divisors: tuple[float, ...] = ()
     local: Rotary | None = None
+    has_whole_bounds: bool = True
 
     @property
     def magnitude(self) -> float:
@@ -185,6 +193,10 @@ class ModelShape:
         whole_qk_norm: Whether queries and keys are normalized over all heads together.
         centered_norms: Whether norms multiply by 1 + their weight.
         activation: Activation of the gated feed-forward layer; gelu_tanh approximates GELU by tanh.
+            clamped_swiglu clamps gate and up, whose rows alternate in the weights
+            (models/megatron/clamped_experts.py).
+        attention_sinks: Whether each head has a sink: a learned logit in the softmax of its
+            products of queries and keys, for which there is no key and no value.
         attention_cap: Soft cap c for scaled products of queries and keys, which become c
             tanh(product / c); 0 for no cap.
         logits_cap: Soft cap for logits, applied before division by the temperature.
@@ -207,7 +219,8 @@ class ModelShape:
     norms_after: Literal["no", "only", "also"] = "no"
     whole_qk_norm: bool = False
     centered_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    attention_sinks: bool = False
     attention_cap: float = 0.0
     logits_cap: float = 0.0
     num_whole_layers: int = 0
@@ -215,6 +228,8 @@ class ModelShape:
     @property
     def torch_only(self) -> str:
         """Describes a feature that only torch's layers support; empty if there is none."""
+        if self.attention_sinks:
+            return "the model's attention has sinks"
         if self.attention_cap:
             return "the model has a soft cap of products of queries and keys"
         if self.centered_norms or self.activation != "silu":
@@ -347,9 +362,13 @@ class Family:
     lora: Lora | None = None
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Returns a config.json with the architecture's defaults for absent or null keys."""
-        given = {key: value for key, value in hf_config.items() if value is not None}
-        return {**hf_config, **self.stated, **given}
+        """Returns a config.json with the architecture's defaults for absent or null keys.
+
+        `quantization_config` describes the files of the model; engines receive dequantized weights.
+        """
+        config = {key: value for key, value in hf_config.items() if key != QUANTIZATION}
+        given = {key: value for key, value in config.items() if value is not None}
+        return {**config, **self.stated, **given}
 
 
 def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:

@@ -15,11 +15,13 @@ import torch
 
 from hybridrl.models.adapters.rows import HF_A
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.hf.stored_slices import stored_name
 from hybridrl.models.weights import RankLayout
 
 # The initial weights of projections into the residual stream are divided by sqrt(2 * layers), as in
 # GPT-2 (Radford et al. 2019, 2.3).
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", ".w2.weight", ".experts.down_proj")
+ZEROS = ("bias", ".sinks")  # suffixes of vectors that are zero at first; the others are norms
 
 
 def init_weights(
@@ -52,15 +54,16 @@ def init_weights(
     for region in layout.regions:
         regions.setdefault(region.hf, []).append(region)
     for name, held in regions.items():
+        stored = stored_name(name)
         shape, device = hf_shapes[name], tensors[held[0].local].device
         if len(shape) == 1:
-            value = 0.0 if name.endswith("bias") else norm_weight
+            value = 0.0 if stored.endswith(ZEROS) else norm_weight
             full = torch.full(shape, value, device=device)
         else:
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             # Generated on the device, because the host would need a minute for 7 billion numbers.
             generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
-            scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
+            scale = residual_std if stored.endswith(RESIDUAL_OUTPUTS) else std
             full = torch.randn(shape, generator=generator, device=device) * scale
         for region in held:
             target = box_view(tensors[region.local], region.local_box)

@@ -34,6 +34,8 @@ TE_NAMES = {
     INPUT_NORM: f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
     PRE_MLP_NORM: f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
 }
+# Names of an expert's projections in an engine's stacked tensors.
+_FUSED_EXPERTS = {"linear_fc1": "w13", "linear_fc2": "w2"}
 # Parameter names if transformer-engine computes all experts of a rank in one module.
 GROUPED_NAMES = {
     f"{_LAYER}mlp.experts.local_experts.{{E}}.linear_{fc}.weight": (
@@ -390,7 +392,17 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Raises ModelError if ep does not divide the experts, or there are too few layers."""
+    """Raises ModelError if ep does not divide the experts, if experts with biases would be split,
+    or if there are too few layers.
+    """
+    if shape.moe is not None and shape.linear_bias and layout.etp > 1:
+        # Each rank would add the bias of the second projection (Megatron 0.16.1 refuses it too).
+        raise ModelError(
+            "train.etp",
+            layout.etp,
+            "1 with experts that have biases",
+            "Set train.etp=1, and distribute whole experts with train.ep.",
+        )
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -463,7 +475,7 @@ def _add_fused_experts(
     """Adds the experts of an engine rank.
 
     With etp = tp / ep, the rank holds shard `tp_rank % etp` of each expert in group `tp_rank //
-    etp`.
+    etp`. Only the first shard holds a bias of the second projection; for the others, it is padding.
     """
     if tp % ep or row.num_experts % ep:
         allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
@@ -471,8 +483,12 @@ def _add_fused_experts(
     ep_rank, etp_rank = divmod(tp_rank, tp // ep)
     cut = plain_cut(row, tp // ep, etp_rank)
     count = row.num_experts // ep
-    stem = row.parts[0].split("{E}")[0]
-    fused = "routed_experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
+    stem = row.parts[0].split("experts.")[0] + "experts."
+    _, linear, kind = row.megatron.rsplit(".", 2)
+    fused = f"routed_experts.{_FUSED_EXPERTS[linear]}_{kind}"
+    if row.kind == "replicated" and etp_rank:
+        # The ranks that share an expert add up their outputs; only the first one adds the bias.
+        cut = Cut(0, [], row.shapes[0][0])
     for layer in row.layers_of(shape):
         for local in range(count):
             name = f"{stem.format(L=layer)}{fused}/{local}"

@@ -36,6 +36,7 @@ from hybridrl.rollout.registry import ENGINES
 pytestmark = [*needs("vllm"), pytest.mark.usefixtures("process_group", "closed_engines")]
 
 QWEN2, MIXTURE, LATENT = "vllm-qwen2-tied", "vllm-qwen3-moe", "vllm-deepseek-v3"
+SINKS = "vllm-gpt-oss"
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(STOP,))
 
 
@@ -144,6 +145,7 @@ def check_unused(engine: Any, peft: Any, tensors: Mapping[str, Tensor]) -> None:
     [
         (QWEN2, ("q_proj", "up_proj")),  # k, v and gate have slots without an adapter
         (MIXTURE, (ALL_LINEAR,)),
+        pytest.param(SINKS, (ALL_LINEAR,), marks=pytest.mark.full),
         (LATENT, ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "up_proj", "down_proj")),
     ],
 )

@@ -62,7 +62,8 @@ def records(name: str) -> bool:
     if engine in registry.ENGINES and not registry.ENGINES[engine].records_experts:
         return False
     modules = make_reference(name).named_modules()
-    return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(".gate"))
+    names = (".gate", ".router")
+    return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(names))
 
 
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, *FUSED_EXPERTS])

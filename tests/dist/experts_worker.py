@@ -1,15 +1,16 @@
 """One rank of the experts' test: dealt over ranks, resharded into an engine, against
 transformers.
 
-experts_worker.py ENGINE FOLDER some|more|latent
+experts_worker.py ENGINE FOLDER some|more|latent|sinks
 
 FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `latent` are the cases of
-deepseek_v3, `more` those that `some` leaves out.
+deepseek_v3, `sinks` those of gpt_oss, `more` those that `some` leaves out.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from math import prod
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from job_world import job_world
 from packaged import engine_class
 from safetensors.torch import load_file
-from tiny_models import chosen_by
+from tiny_models import chosen_by, slices_of
 from transformers import AutoModelForCausalLM
 
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -32,7 +33,7 @@ from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import FullWeights, TrainingShard
-from hybridrl.models.weights import RankLayout, megatron_layouts
+from hybridrl.models.weights import RankLayout, hf_shapes, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
@@ -60,7 +61,14 @@ CASES = {
         *((name, *layouts, IN_ORDER) for name in ("qwen3_moe", "mixtral") for layouts in LAYOUTS),
     ],
     "latent": [("deepseek_v3", *layouts, IN_ORDER) for layouts in LAYOUTS],
+    # Experts with biases, of which a rank that has the second part of each expert has none.
+    "sinks": [
+        ("gpt_oss", TrainLayout(WORLD, ep=2), 2, 1, IN_ORDER),
+        ("gpt_oss", TrainLayout(WORLD, ep=2), 2, 2, ANYHOW),
+        ("gpt_oss", TrainLayout(WORLD, tp=2), 1, 1, IN_ORDER),
+    ],
 }
+EXPERT = r"\.experts\.\D*(\d+)"  # the index of an expert in the name of an HF tensor
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
 LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over four layers
 
@@ -148,14 +156,15 @@ def check(
     )
     for version in range(2):
         directory = folder / f"{name}_{version}"
-        write(sources[rank], weights, load_file(directory / "model.safetensors"))
+        stored = load_file(directory / "model.safetensors")
+        write(sources[rank], weights, slices_of(stored, hf_shapes(family, shape)))
         stats = hybrid.to_rollout(version)
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         check_greedy(engine, oracle, layout.place(rank)[0])
     dealt = [r for r in engine.layout().regions if ".experts." in r.hf]
     held = {(r.hf, r.hf_box) for r in sources[rank].regions}
     if experts is not None:
-        own = {int(r.hf.split(".experts.")[1].split(".")[0]) for r in dealt}
+        own = {int(found[1]) for r in dealt if (found := re.search(EXPERT, r.hf))}
         assert own == set(experts[rank])
         # Of four experts each rank has two already.
         brought = sum(volume(r.hf_box) for r in dealt if (r.hf, r.hf_box) not in held)

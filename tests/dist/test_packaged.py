@@ -12,12 +12,14 @@ from packaged import CLASSES, PACKAGED, REFUSED_KEYS, needs
 from tiny_models import FAMILIES, tiny_model
 
 # Cases of experts: `some` has experts that are dealt out of order, where the engine takes them so,
-# `latent` deepseek_v3, `more` the rest.
+# `latent` deepseek_v3, `sinks` gpt_oss, `more` the rest.
 EXPERT_CASES = [
     pytest.param(engine, cases, marks=(*needs(engine), *([pytest.mark.full] * (cases == "more"))))
     for engine in CLASSES
     for cases in ("some", "latent", "more")
 ]
+EXPERT_CASES.append(pytest.param("vllm", "sinks", marks=(*needs("vllm"), pytest.mark.full)))
+MODELS_OF_CASES = {"latent": ("deepseek_v3",), "sinks": ("gpt_oss",)}
 OTHERS = ("mistral", "granite", "phi3", "phi35", "phi4mini", "glm4", "gemma2", "gemma3_text")
 WORKER = str(Path(__file__).with_name("packaged_worker.py"))
 
@@ -74,7 +76,7 @@ def test_the_hybrid_engine_writes_what_the_engines_own_loader_writes(
 def test_packaged_engine_with_experts_cut_or_dealt_equals_transformers_after_each_reshard(
     engine: str, cases: str, tmp_path: Path
 ) -> None:
-    for name in ("deepseek_v3",) if cases == "latent" else ("qwen3_moe", "mixtral"):
+    for name in MODELS_OF_CASES.get(cases, ("qwen3_moe", "mixtral")):
         for seed in range(2):
             dense = () if "mlp_only_layers" in REFUSED_KEYS[engine] else (1,)
             model = tiny_model(name, seed, wide=True, dense_layers=dense)

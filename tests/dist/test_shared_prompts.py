@@ -24,6 +24,6 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
 
 @pytest.mark.dist
 def test_shared_prompts_of_experts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
-    names = ("qwen3_moe", "deepseek_v3")
+    names = ("qwen3_moe", "deepseek_v3", "gpt_oss")
     save_tiny_models(tmp_path, names)
     run_ranks(2, WORKER, [str(tmp_path), ",".join(names), "2,1,1", "1,1,1,full"], timeout_s=300)

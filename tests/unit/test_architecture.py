@@ -74,6 +74,7 @@ WALLS = {
         "parallel/*",
         "models/megatron/adapters.py",
         "models/megatron/build.py",
+        "models/megatron/clamped_experts.py",
         "models/megatron/dispatch.py",
         "models/megatron/attention.py",
         "models/megatron/norm.py",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import GLM4_MOE, LATENT
+from tiny_models import GLM4_MOE, LATENT, slices_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -96,6 +97,8 @@ CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "olmoe": OlmoeConfig(**(SIZES | EXPERTS | {"head_dim": 8, "num_key_value_heads": 4})),
     "glm4_moe": Glm4MoeConfig(**SIZES, **GLM4_MOE),
     "deepseek_v3": DeepseekV3Config(**(SIZES | LATENT | {"head_dim": 8})),
+    # As wide as the model: only the numbers show whether a matrix is transposed.
+    "gpt_oss": GptOssConfig(**(SIZES | EXPERTS | {"intermediate_size": 32})),
 }
 LAYOUTS = (
     TrainLayout(1),
@@ -163,7 +166,10 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
             n: t for f in (tmp_path / "in").glob("*.safetensors") for n, t in load_file(f).items()
         }
     for layout in LAYOUTS if name in CONFIGS else LAYOUTS_WITH_EXPERTS:
+        if layout.etp > 1 and name == "gpt_oss":
+            continue  # whose experts have biases
         layouts, shards, shapes = _load_all_ranks(tmp_path / "in", layout)
+        wanted = slices_of(wanted, shapes) if wanted.keys() != shapes.keys() else wanted
         targets = [hf_layout(shapes), *[RankLayout((), {})] * (layout.world_size - 1)]
         back = allocate(targets[0], torch.float32)
         plan = plan_reshard(layouts, targets, itemsize=4)

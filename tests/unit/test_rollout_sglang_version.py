@@ -108,8 +108,11 @@ def test_sglang_that_does_not_fit_is_refused_with_the_fix(
 
 
 def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
-    def rules(moe: Any, latent: Any = None, window: int | None = None) -> list[UserError]:
-        shape = SimpleNamespace(moe=moe, latent=latent, window=window)
+    def rules(
+        moe: Any, latent: Any = None, window: int | None = None, sinks: bool = False
+    ) -> list[UserError]:
+        sizes = {"moe": moe, "latent": latent, "window": window}
+        shape = SimpleNamespace(**sizes, attention_sinks=sinks)
         return list(model_rules(shape, True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
@@ -119,6 +122,8 @@ def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
     assert rules(SimpleNamespace(dense_layers=(0,)), latent=object()) == []  # DeepSeek's
     (violation,) = rules(None, window=4096)
     assert violation.name == "model's sliding_window" and violation.value == 4096
+    (violation,) = rules(None, window=128, sinks=True)
+    assert violation.name == "model's attention sinks"
 
 
 def test_longrope_has_one_table_of_angles_for_all_positions() -> None:

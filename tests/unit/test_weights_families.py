@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +40,7 @@ from hybridrl.models.families.deepseek_v3 import FAMILY
 from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.hf.stored_slices import stored_shapes
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.models.weights import hf_shapes
 
@@ -60,6 +62,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+BOUNDS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,7 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_inte
         (Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[0]), MoeShape(8, 2, 24, 0, (0,))),
         (Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2), MoeShape(8, 2, 24, 0, (0,))),
         (MixtralConfig(**SIZES, num_local_experts=4, rms_norm_eps=1e-6), MoeShape(4, 2, 48)),
+        (GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), MoeShape(4, 2, 48)),
         (
             Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40),
             MoeShape(8, 2, 24, shared_ffn_size=40, has_shared_gate=True),
@@ -147,12 +151,14 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_inte
 def test_family_table_has_the_experts_that_transformers_writes(
     config: PreTrainedConfig, moe: MoeShape, tmp_path: Path
 ) -> None:
-    """On disk, where each expert is a tensor; transformers 5 stacks them in memory."""
+    """On disk, where each expert is a tensor, except for GPT-OSS; transformers 5 stacks them in
+    memory.
+    """
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     hf_config = read_config(tmp_path)
     family, shape = read_model(None, hf_config)
     assert (family.name, shape.moe) == (config.model_type, moe)
-    assert hf_shapes(family, shape) == dict(HfHeaders(tmp_path).shapes)
+    assert stored_shapes(hf_shapes(family, shape)) == dict(HfHeaders(tmp_path).shapes)
     keywords = family.transformer_config(hf_config)
     layers = [int(layer not in moe.dense_layers) for layer in range(2)]
     assert (keywords["num_moe_experts"], keywords["moe_layer_freq"]) == (moe.num_experts, layers)
@@ -163,8 +169,8 @@ def test_family_table_has_the_experts_that_transformers_writes(
         assert keywords["moe_router_pre_softmax"] is True
         return
     # Mixtral's weights of a token's experts add up to 1, Qwen's where norm_topk_prob says so.
-    is_mixtral = family.name == "mixtral"
-    assert keywords["moe_router_pre_softmax"] is not is_mixtral
+    is_renormalized = family.name in ("mixtral", "gpt_oss")
+    assert keywords["moe_router_pre_softmax"] is not is_renormalized
     renormalized = family.transformer_config({**hf_config, "norm_topk_prob": True})
     assert renormalized["moe_router_pre_softmax"] is False
 
@@ -184,6 +190,7 @@ def test_family_reads_the_defaults_of_transformers() -> None:
         DeepseekV3Config(),
         Qwen2MoeConfig(),
         OlmoeConfig(),
+        GptOssConfig(),
         Glm4MoeConfig(num_attention_heads=32),  # the default does not divide the hidden size
     )
     for config in (*mixtures, *dense):
@@ -288,6 +295,16 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("glm4_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace"),
         ("glm4_moe", {"n_group": 8, "topk_group": 2}, "topk_group"),
         ("glm4_moe", {"use_qk_norm": "yes"}, "use_qk_norm"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default"}}, "rope_type: got default"),
+        ("gpt_oss", {"rope_scaling": YARN}, "rope_scaling.beta_fast is missing"),
+        ("gpt_oss", {"rope_parameters": {**BOUNDS, "truncate": 1}}, "truncate"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method: got fp8"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),

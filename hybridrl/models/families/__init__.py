@@ -17,5 +17,6 @@ FAMILIES: dict[str, str] = {
     "glm4": "hybridrl.models.families.glm4:FAMILY",
     "gemma2": "hybridrl.models.families.gemma2:FAMILY",
     "gemma3_text": "hybridrl.models.families.gemma3:FAMILY",
+    "gpt_oss": "hybridrl.models.families.gpt_oss:FAMILY",
     "mixtral": "hybridrl.models.families.mixtral:FAMILY",
 }

@@ -14,6 +14,10 @@ from typing import Any
 from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 
+# Describes quantized weights in the files of a model. A family whose quantized files can be read
+# (mxfp4.py) handles the key.
+QUANTIZATION = "quantization_config"
+
 # Keys that `decoder_shape` and `decoder_config` (families/decoder.py) and `rope_keywords`
 # (families/rotary.py) read or refuse.
 # fmt: off
@@ -76,7 +80,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "qk_layer_norms": (False,),
     "qk_layernorm": (False,),
     "qk_norm": (False,),
-    "quantization_config": ({},),
+    QUANTIZATION: ({},),
     "query_pre_attn_scalar": (),
     "resid_pdrop": (0,),
     "residual_multiplier": (1,),

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hybridrl.models.hf.config_keys import end_tokens_of
+from hybridrl.models.hf.config_keys import QUANTIZATION, end_tokens_of
 from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
 
@@ -34,12 +34,15 @@ def exported_config(
     becomes the padding token, also in the tokenizer's files (directory.py). If there is no unused
     special token, no padding token is set, and transformers can score only one text at a time.
 
+    Exported weights are never quantized, so `quantization_config` is left out.
+
     Args:
         hf_config: config.json of the model before training.
         head: Head of the exported model.
         side_files: Directory with tokenizer files, if any.
         score_token: Token at which a value head's score is read.
     """
+    hf_config = {key: value for key, value in hf_config.items() if key != QUANTIZATION}
     model_type = hf_config.get("model_type")
     if head == "lm":
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -23,6 +23,7 @@ from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
 from hybridrl.models.hf.passed_over import passed_over
+from hybridrl.models.hf.stored_slices import stored_shapes
 from hybridrl.models.weights import VALUE_HEAD
 
 SINGLE_FILE = "model.safetensors"
@@ -34,6 +35,11 @@ OTHER_WEIGHTS = (
     ".pth",
 )  # weight formats that hybridrl cannot read; the first one found is reported
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Suffixes of the two tensors that store a tensor in MXFP4 (mxfp4.py), safetensors' type of both,
+# and the type in which their numbers are read.
+BLOCKS, SCALES = "_blocks", "_scales"
+MXFP4_TYPE, MXFP4_READ_AS = "U8", "bfloat16"
+BLOCK_SIZE, BLOCK_BYTES = 32, 16  # numbers in a block, and their bytes
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # Rotary buffers in old checkpoints; and a vocabulary head that is not used, because the embeddings
 # are tied or the model has a value head.
@@ -72,6 +78,8 @@ class HfHeaders:
         shapes, dtype_names, files: Shape, torch's name of the data type, and file of each tensor,
             by tensor name.
         stored_names: Original names of tensors that `check` has renamed.
+        quantized: Names of tensors that are stored in MXFP4. Their shapes and types are those of
+            the dequantized tensors in the layout of files in 16 bits.
 
     Raises:
         CheckpointError: Weights or shards are missing, a shard is damaged, or the index is wrong.
@@ -83,6 +91,7 @@ class HfHeaders:
         self.dtype_names: dict[str, str] = {}
         self.files: dict[str, Path] = {}
         self.stored_names: dict[str, str] = {}
+        self.quantized: set[str] = set()
         index = self._index()
         for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
             self._read_header(self.directory / file)
@@ -94,15 +103,19 @@ class HfHeaders:
                     f"the tensor, according to {INDEX_FILE}",
                     "Fetch or export the model again.",
                 )
+        self._join_quantized()
 
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory contains exactly the tensors in `shapes`.
+
+        Tensors of a weight table that are slices (stored_slices.py) are compared as stored.
 
         Rotary buffers and the tensors that training passes over (passed_over.py) are ignored.
         `lm_head.weight` is also ignored in value models and with tied embeddings; with tied
         embeddings, it must equal the embedding. If `score.weight` is missing, the only unknown
         tensor with the value head's shape is used as value head, whatever its name.
         """
+        shapes = stored_shapes(shapes)
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)
         for name, shape in shapes.items():
@@ -214,9 +227,31 @@ class HfHeaders:
                     raise self._error(name, where, "a tensor in one file")
                 self.files[name] = file
                 self.shapes[name] = tuple(part.get_shape())
-                if part.get_dtype() not in TORCH_NAMES:
-                    raise self._error(name, part.get_dtype(), ", ".join(TORCH_NAMES))
-                self.dtype_names[name] = TORCH_NAMES[part.get_dtype()]
+                dtype = part.get_dtype()
+                if dtype == MXFP4_TYPE and name.endswith((BLOCKS, SCALES)):
+                    self.dtype_names[name] = MXFP4_TYPE
+                    continue
+                if dtype not in TORCH_NAMES:
+                    raise self._error(name, dtype, ", ".join(TORCH_NAMES))
+                self.dtype_names[name] = TORCH_NAMES[dtype]
+
+    def _join_quantized(self) -> None:
+        """Replaces each pair of blocks and scales by the tensor that they store."""
+        packed = [name for name, dtype in self.dtype_names.items() if dtype == MXFP4_TYPE]
+        for name in packed:
+            stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
+            blocks, scales = (self.shapes.get(f"{stem}{end}", ()) for end in (BLOCKS, SCALES))
+            if blocks != (*scales, BLOCK_BYTES) or len(scales) != 3:
+                allowed = f"(E, rows, n, {BLOCK_BYTES}), with scales (E, rows, n), not {scales}"
+                raise self._error(f"{stem}{BLOCKS}", f"shape {blocks}", allowed)
+            num_experts, num_rows, num_blocks = scales
+            self.shapes[stem] = (num_experts, BLOCK_SIZE * num_blocks, num_rows)
+            self.dtype_names[stem] = MXFP4_READ_AS
+            self.quantized.add(stem)
+        for name in packed:
+            del self.shapes[name], self.dtype_names[name]
+        for stem in self.quantized:
+            self.files[stem] = self.files[f"{stem}{BLOCKS}"]
 
     def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
         return CheckpointError(

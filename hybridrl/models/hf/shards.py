@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,8 +23,20 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.directory import write_side_files
-from hybridrl.models.hf.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
+from hybridrl.models.hf.headers import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    BLOCKS,
+    INDEX_FILE,
+    SCALES,
+    SINGLE_FILE,
+    TORCH_NAMES,
+    HfHeaders,
+    open_shard,
+)
+from hybridrl.models.hf.mxfp4 import dequantized
 from hybridrl.models.hf.passed_over import passed_over
+from hybridrl.models.hf.stored_slices import StoredSlice, stored_name, stored_shapes
 from hybridrl.models.weights import RankLayout, Region, check_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -110,21 +123,58 @@ def load_hf(
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     checkpoint = HfCheckpoint(directory)
     checkpoint.check(shapes, missing_ok)
-    absent = frozenset(name for name in shapes if name not in checkpoint.shapes)
+    absent = frozenset(name for name in shapes if stored_name(name) not in checkpoint.shapes)
     with torch.no_grad():
         for name, box in layout.padding:
             box_view(tensors[name], box).zero_()
         for file in sorted(set(checkpoint.files.values())):
-            regions = [r for r in layout.regions if checkpoint.files.get(r.hf) == file]
+            regions = [r for r in layout.regions if checkpoint.files.get(stored_name(r.hf)) == file]
             if not regions:
                 continue
-            with open_shard(file, "pt") as opened:
+            with ExitStack() as stack:
+                reader = _Reader(checkpoint, stack)
                 for region in regions:
-                    part = opened.get_slice(checkpoint.stored_names.get(region.hf, region.hf))
-                    read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
+                    read = reader.read(region.hf, region.hf_box)
                     box_view(tensors[region.local], region.local_box).copy_(read)
             _refuse_non_finite(file, regions, tensors)
     return absent
+
+
+class _Reader:
+    """Reads rectangles of a checkpoint's tensors, and keeps files open until `stack` closes."""
+
+    def __init__(self, checkpoint: HfCheckpoint, stack: ExitStack) -> None:
+        self._checkpoint, self._stack = checkpoint, stack
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, hf: str, box: Box) -> Tensor:
+        """Returns a rectangle of the tensor that an HF coordinate names."""
+        place = StoredSlice.of(hf)
+        if place.name in self._checkpoint.quantized:
+            return self._dequantized(place, box)
+        read = self._slice(place.name, place.box(box))
+        if place.index is not None:
+            read = read[0]
+        return read.T if place.is_transposed else read
+
+    def _dequantized(self, place: StoredSlice, box: Box) -> Tensor:
+        """Reads whole blocks of the rows. MXFP4 stores matrices transposed (mxfp4.py)."""
+        assert place.index is not None
+        rows, columns = box if place.is_transposed else box[::-1]
+        expert = place.index, place.index + 1
+        packed = 0, self._checkpoint.shapes[place.name][1] // BLOCK_SIZE
+        blocks = self._slice(f"{place.name}{BLOCKS}", (expert, rows, packed, (0, BLOCK_BYTES)))[0]
+        scales = self._slice(f"{place.name}{SCALES}", (expert, rows, packed))[0]
+        read = dequantized(blocks, scales)[:, slice(*columns)]
+        return read if place.is_transposed else read.T
+
+    def _slice(self, name: str, box: Box) -> Tensor:
+        file = self._checkpoint.files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(open_shard(file, "pt"))
+        part = self._opened[file].get_slice(self._checkpoint.stored_names.get(name, name))
+        read: Tensor = part[tuple(slice(start, stop) for start, stop in box)]
+        return read
 
 
 def _refuse_non_finite(
@@ -156,7 +206,8 @@ class HfPlaces:
     """Computes the offsets of tensors in the files of an HF directory from their shapes.
 
     Args:
-        shapes: Shape of every HF tensor in the directory, in file order.
+        shapes: Shape of every HF tensor of the model, in file order. Slices of one tensor
+            (stored_slices.py) are written to one tensor.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
         kept: Tensors to write in addition, with their own types.
@@ -169,13 +220,15 @@ class HfPlaces:
         max_shard_bytes: int,
         kept: KeptTensors | None = None,
     ) -> None:
-        dtypes = {name: stored_as(name, dtype) for name in shapes}
+        stored = stored_shapes(shapes)
+        dtypes = {name: stored_as(name, dtype) for name in stored}
         if kept is not None:
-            shapes, dtypes = {**shapes, **kept.shapes}, {**dtypes, **kept.dtypes}
-        self._shapes, self._dtypes = dict(shapes), dtypes
+            shapes, stored = {**shapes, **kept.shapes}, {**stored, **kept.shapes}
+            dtypes |= kept.dtypes
+        self._shapes, self._stored, self._dtypes = dict(shapes), stored, dtypes
         shards: list[list[str]] = [[]]
         filled = 0
-        for name, shape in shapes.items():
+        for name, shape in stored.items():
             num_bytes = torch.Size(shape).numel() * dtypes[name].itemsize
             if shards[-1] and filled + num_bytes > max_shard_bytes:
                 shards.append([])
@@ -203,10 +256,10 @@ class HfPlaces:
         for name in names:
             starts[name] = end
             dtype = self._dtypes[name]
-            end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
+            end += torch.Size(self._stored[name]).numel() * dtype.itemsize
             header[name] = {
                 "dtype": _KINDS[_dtype_name(dtype)],
-                "shape": list(self._shapes[name]),
+                "shape": list(self._stored[name]),
                 "data_offsets": [starts[name], end],
             }
         text = json.dumps(header).encode()
@@ -234,8 +287,11 @@ class HfPlaces:
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
-        file, offset = self._offsets[name]
-        data = tensor.detach().to(device="cpu", dtype=self._dtypes[name]).contiguous()
+        place = StoredSlice.of(name)
+        file, offset = self._offsets[place.name]
+        data = tensor.detach().to(device="cpu", dtype=self._dtypes[place.name])
+        data = (data.T if place.is_transposed else data).contiguous()
+        offset += (place.index or 0) * data.nbytes
         with (directory / file).open("r+b") as opened:
             opened.seek(offset)
             opened.write(data.reshape(-1).view(torch.uint8).numpy().data)

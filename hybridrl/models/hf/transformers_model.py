@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import is_kept_in_fp32
-from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
+from hybridrl.models.hf.config_keys import NEUTRAL_KEYS, QUANTIZATION
 from hybridrl.models.hf.directory import read_config
 
 # Keys for which null is a meaningful value and does not select the architecture's default: one
@@ -47,7 +47,7 @@ def transformers_model(
         dtype: Type of the parameters.
         device: Device of the parameters.
         attention: transformers' name for the attention implementation. Models that cap their
-            attention scores use "eager" in any case.
+            attention scores, or have attention sinks, use "eager" in any case.
 
     Raises:
         ModelError: transformers does not support the model or rejects its config.json, or
@@ -61,13 +61,15 @@ def transformers_model(
     fields = {
         key: value
         for key, value in model_config.items()
-        if key not in NEUTRAL_KEYS and (value is not None or key in NULL_IS_A_VALUE)
+        if key not in (*NEUTRAL_KEYS, QUANTIZATION)
+        and (value is not None or key in NULL_IS_A_VALUE)
     }
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:
         config = AutoConfig.for_model(model_config.get("model_type"), **fields, **NO_TOKENS)
-        if getattr(config, "attn_logit_softcapping", None) is not None:
-            # sdpa ignores the cap (transformers 5.19) or is refused (5.24).
+        has_cap = getattr(config, "attn_logit_softcapping", None) is not None
+        if has_cap or not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+            # sdpa ignores the cap (transformers 5.19) or is refused (5.24), and has no sinks.
             attention = "eager"
         with torch.random.fork_rng(devices=cuda), device:
             model = AutoModelForCausalLM.from_config(

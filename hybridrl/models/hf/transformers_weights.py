@@ -2,7 +2,8 @@
 
 transformers 5 stacks experts in memory, `mlp.experts.gate_up_proj` (E, 2 * width, hidden) and
 `down_proj` (E, hidden, width). The checkpoint contains one matrix per expert, under the family's
-names. Every matrix returned here is a view, so writing to it changes the model.
+names. If the checkpoint contains stacks too, the result has their slices (stored_slices.py). Every
+matrix returned here is a view, so writing to it changes the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
+from hybridrl.models.hf.stored_slices import StoredSlice
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 BLOCK = ".mlp."  # transformers' name of a feed-forward layer, which may differ in the checkpoint
@@ -39,6 +41,9 @@ def checkpoint_tensors(
     if not any(name.endswith((GATE_UP, DOWN)) for name in tensors):
         return tensors
     family = family or resolve_family(None, hf_config)
+    places = _slices(family, hf_config)
+    if places:
+        return _sliced(model, tensors, places)
     gate_up, down = _expert_rows(family, hf_config)
     before, block = gate_up.parts[0].split("experts.")[0].split("{L}")
     found: dict[str, Tensor] = {}
@@ -58,6 +63,43 @@ def checkpoint_tensors(
             found[f"{head}{block}{rest}"] = tensor
         else:
             found[name] = tensor
+    return found
+
+
+def _slices(family: Family, hf_config: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
+    """Returns for each tensor that stacks experts in the files too its slices' names, in order, and
+    whether they are transposed.
+    """
+    shape, found = family.shape(hf_config), dict[str, list[tuple[str, bool]]]()
+    for row in family.rows(shape):
+        for layer in row.layers_of(shape) if row.num_experts else ():
+            for expert in range(row.num_experts):
+                name = row.parts[0].format(L=layer, E=expert)
+                place = StoredSlice.of(name)
+                if place.index is not None:
+                    found.setdefault(place.name, []).append((name, place.is_transposed))
+    return found
+
+
+def _sliced(
+    model: torch.nn.Module,
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, list[tuple[str, bool]]],
+) -> dict[str, Tensor]:
+    """Replaces stacks by their slices. A stack of transposed matrices gets other strides, so that
+    the slices are contiguous; its numbers remain the same.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in places:
+            found[name] = tensor
+            continue
+        names, are_transposed = zip(*places[name], strict=True)
+        slices = tensor
+        if any(are_transposed):
+            slices = tensor.mT.contiguous()
+            model.get_parameter(name).data = slices.mT
+        found |= dict(zip(names, slices, strict=True))
     return found
 
 

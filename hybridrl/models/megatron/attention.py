@@ -28,16 +28,17 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch.utils.checkpoint import checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from hybridrl.errors import ModelError
-
-# Maximum number of fp32 query-key products that soft-capped attention stores: 0.5 GB.
-CAPPED_PRODUCTS = 1 << 27
+from hybridrl.models.megatron.explicit_attention import explicit_attention
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,10 @@ def _gathered_index(
 class PackedAttention(MegatronModule):
     """Causal `core_attention` based on torch's scaled_dot_product_attention.
 
-    Applies the window that Megatron's `window_size` sets for the layer, if any. Accepts packed
+    Applies the window that Megatron's `window_size` sets for the layer, if any, and sinks if
+    `softmax_type` is "learnable": each head's softmax has one more logit, the parameter
+    `softmax_offset`, for which there is no value (Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b
+    Model Card", section 2.2; Megatron's name of the parameter). Accepts packed
     sequences (thd) with `PackedSequences`, and plain [s, b, h, d] batches without context
     parallelism. For grouped queries, torch shares key-value heads without copies.
     """
@@ -286,11 +290,11 @@ class PackedAttention(MegatronModule):
             raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if config.softmax_type != "vanilla":
+        if config.softmax_type not in ("vanilla", "learnable"):
             raise ModelError(
                 "softmax_type of the family's transformer_config",
                 config.softmax_type,
-                "vanilla with torch's layers",
+                "vanilla or learnable with torch's layers",
                 "Give the family a layer_spec whose attention supports it.",
             )
         is_windowed = is_layer_window_attention(
@@ -302,6 +306,15 @@ class PackedAttention(MegatronModule):
         if self.num_before is not None and self.num_before < 0:
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's value
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(
+                    num_heads, dtype=config.params_dtype, device=torch.cuda.current_device()
+                )
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         self.cp_group: dist.ProcessGroup | None = None
         if pg_collection is not None and config.context_parallel_size > 1:
             self.cp_group = pg_collection.cp
@@ -362,7 +375,8 @@ class PackedAttention(MegatronModule):
         query_position_NQ: torch.Tensor | None,
     ) -> torch.Tensor:
         mask = None
-        if query_position_NQ is not None or self.num_before is not None or self.soft_cap:
+        is_explicit = bool(self.soft_cap) or self.softmax_offset is not None
+        if query_position_NQ is not None or self.num_before is not None or is_explicit:
             column_K = torch.arange(key.size(2))
             # Without query positions, queries and keys are the same tokens.
             position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
@@ -372,8 +386,17 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
-        if self.soft_cap and mask is not None:  # a soft cap always comes with a mask
-            return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
+        if is_explicit and mask is not None:
+            return explicit_attention(
+                query,
+                key,
+                value,
+                mask,
+                self.scale,
+                cap=self.soft_cap,
+                sinks=self.softmax_offset,
+                dropout=dropout,
+            )
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -384,6 +407,16 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the sinks, if any, as sharded by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return found
 
 
 def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
@@ -403,56 +436,6 @@ def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
                 f"0 with {type(attention).__name__}",
                 "Give the family's layers hybridrl's PackedAttention.",
             )
-
-
-def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    cap: float,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Attention in which scaled query-key products p become cap * tanh(p / cap), in fp32.
-
-    Queries are processed in blocks, and the backward pass recomputes each block's products, so that
-    a long sequence's products are never all in memory.
-
-    Args:
-        query: [n, heads, q, d].
-        key, value: [n, KV heads, k, d].
-        mask: Whether a query attends to a key; bool, broadcastable to [n, 1, q, k].
-        scale, cap: Factor and soft cap of the products.
-        dropout: Dropout probability for the attention weights.
-
-    Returns:
-        [n, heads, q, d]; d is the head size of the values.
-    """
-    num_kv, num_queries = key.size(1), query.size(2)
-    grouped = query.unflatten(1, (num_kv, -1))
-    mask = mask[:, :, None].expand(-1, -1, -1, num_queries, -1)
-
-    def attend(some: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        products = (some @ key[:, :, None].transpose(-1, -2)).float() * scale
-        products = (cap * torch.tanh(products / cap)).masked_fill(~mask, float("-inf"))
-        weights = F.dropout(products.softmax(-1), dropout) if dropout else products.softmax(-1)
-        return weights.to(value.dtype) @ value[:, :, None]
-
-    rows = query.size(0) * query.size(1) * key.size(2)
-    step = max(CAPPED_PRODUCTS // max(rows, 1), 1)
-    if step >= num_queries:
-        return attend(grouped, mask).flatten(1, 2)
-    parts = [
-        checkpoint(
-            attend,
-            grouped[..., at : at + step, :],
-            mask[..., at : at + step, :],
-            use_reentrant=False,
-        )
-        for at in range(0, num_queries, step)
-    ]
-    return torch.cat(parts, -2).flatten(1, 2)
 
 
 class GatherKeys(torch.autograd.Function):

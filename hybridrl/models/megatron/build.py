@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from hybridrl.models.family import Family, ModelShape, Scales
 from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.megatron.attention import set_soft_cap
+from hybridrl.models.megatron.clamped_experts import quick_gelu
 from hybridrl.models.megatron.dispatch import gather_tokens
 from hybridrl.models.megatron.heads import LanguageModel, ValueModel
 from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs
@@ -44,6 +45,7 @@ Recompute = Literal["none", "selective", "full"]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "clamped_swiglu": quick_gelu,  # of the gate, which clamped_experts.py clamps first
 }
 
 FIXED_KEYWORDS: dict[str, Any] = {
@@ -256,13 +258,18 @@ def _mark_gradients(
     tensor_parallel/layers.py) marks expert parameters only if ep > 1. Otherwise it sums their
     gradients over all data-parallel ranks, which is wrong if etp differs from tp. With
     `qk_layernorm`, it sums the gradients of query and key norms over the tensor-parallel ranks
-    (finalize_model_grads.py), which is wrong if the norm is sharded over these ranks.
+    (finalize_model_grads.py), which is wrong if the norm is sharded over these ranks. It marks the
+    bias of an expert's second projection like the bias of a dense layer, whose gradient must be
+    summed over tensor-parallel ranks and counted once in the gradient norm; but these ranks hold
+    different experts, or are replicas of the experts' data parallelism.
     """
     if shape.whole_qk_norm:
         config.qk_layernorm = False
     for name, parameter in named_parameters(chunks).items():
         if EXPERTS in name:
             parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's attribute
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _block_spec(

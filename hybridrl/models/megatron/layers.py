@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from hybridrl.errors import UserError
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.megatron.attention import GatherKeys, PackedAttention
+from hybridrl.models.megatron.clamped_experts import ClampedExperts, LeanClampedExperts
 from hybridrl.models.megatron.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.megatron.norm import TorchNorm
 from hybridrl.models.megatron.post_norm import norm_after
@@ -154,15 +155,22 @@ def layer_specs(
     layer, final_norm = _layer_spec(kind, family, config)
     if shape.torch_only:
         norm_after(layer, shape)
-    with_experts = None
+    with_experts, has_clamped = None, shape.activation == "clamped_swiglu"
     if config.num_moe_experts is not None:
         # A user's layer_spec is used for all layers; it can read the config itself.
         is_own = family.layer_spec is not None
         with_experts = layer if is_own else expert_layer_spec(kind, config, layer)
+        if has_clamped:
+            mixture = submodules_of(with_experts.submodules.mlp)
+            mixture.experts = with_module(
+                mixture.experts,
+                LeanClampedExperts if recompute == "selective" else ClampedExperts,
+            )
     if recompute == "selective":
         mlp = layer.submodules.mlp
         is_own = with_experts is not None and family.layer_spec is not None
-        if module_of(mlp) is not MLP or is_own or not _is_swiglu(config):
+        is_known = _is_swiglu(config) or has_clamped
+        if module_of(mlp) is not MLP or is_own or not is_known:
             raise UserError(
                 "train.recompute",
                 "selective",
@@ -174,7 +182,7 @@ def layer_specs(
         if with_experts is not None:
             parts = submodules_of(with_experts.submodules.mlp)
             parts.shared_experts = with_module(parts.shared_experts, LeanSharedExperts)
-            if not config.moe_grouped_gemm:
+            if not config.moe_grouped_gemm and not has_clamped:
                 parts.experts = with_module(parts.experts, LeanExperts)
     return layer, with_experts, final_norm
 

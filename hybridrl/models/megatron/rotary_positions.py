@@ -59,8 +59,10 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
         length = rotary.original_length / (turns * 2 * math.pi)
         return size * math.log(length) / (2 * math.log(rotary.base))
 
-    low = max(math.floor(dimension(rotary.high)), 0)
-    high: float = min(math.ceil(dimension(rotary.low)), size - 1)
+    low, high = dimension(rotary.high), dimension(rotary.low)
+    if rotary.has_whole_bounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     high = high + 0.001 if high == low else high
     slow = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     fast = 1 - slow

@@ -45,6 +45,8 @@ class Router(TopKRouter):
         # Megatron (0.16.1) creates the weight on the CPU and moves it in the first forward pass,
         # which is too late if weights are exported before.
         self.weight.data = self.weight.data.to(torch.cuda.current_device())
+        if self.bias is not None:
+            self.bias.data = self.bias.data.to(torch.cuda.current_device())
         self.aux_loss = self.z_loss = 0.0
         self.num_step_tokens = 1
         self.tokens_E: Tensor | None = None

@@ -17,7 +17,8 @@ from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 
 WRAPPED = ".base_layer"  # part of the names of parameters in layers with adapters
-STACKS = ("w13_weight", "w2_weight")  # stacks of a rank's experts: gate above up, and down
+# Stacks of a rank's experts: gate and up, and down.
+STACKS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 
 
 Names = Callable[[str], str | None]
@@ -28,8 +29,8 @@ parameter is a copy of others, which the layout does not contain.
 
 def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
     """Returns the live parameters by their names in `fused_layout`. A parameter that stacks this
-    rank's experts, (E, rows, columns), is returned as one matrix per expert, named
-    `<parameter>/<index>`.
+    rank's experts, (E, rows, columns) or (E, rows), is returned as one matrix or bias per expert,
+    named `<parameter>/<index>`.
     """
     found: dict[str, Tensor] = {}
     for own_name, parameter in model.named_parameters():

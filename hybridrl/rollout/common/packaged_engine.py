@@ -27,6 +27,7 @@ from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_expe
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.slots import EngineSlots, is_slot, slot_rules
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -290,7 +291,12 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._settle(model)
             tensors = live_tensors(model, self._layout_name)
             check_parameters(layout, tensors, version)
-            check_placement(layout, tensors, shapes, load, version)
+            dealt = [self._placement.experts_of(rank) or () for rank in self._inputs.members]
+            experts = [expert for own in dealt for expert in own] or None
+            check_placement(layout, tensors, shapes, load, version, experts)
+            # Padding starts as random numbers, of which only the first and last layer's are loaded.
+            for name, box in layout.padding:
+                box_view(tensors[name], box).zero_()
             if latent is not None:
                 self.copies.check(model, latent, self._shape.num_layers, version)
         except ModelError as error:

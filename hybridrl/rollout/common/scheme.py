@@ -9,7 +9,7 @@ orders q, k and v differently from the installed engine. Error messages name the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
 from hybridrl.models.boxes import Shape, show
+from hybridrl.models.hf.stored_slices import StoredSlice, slice_counts
 from hybridrl.models.weights import RankLayout
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -53,6 +54,7 @@ def check_placement(
     hf_shapes: Mapping[str, Shape],
     load: Loader,
     engine: str,
+    experts: Sequence[int] | None = None,
 ) -> None:
     """Loads HF tensors filled with marker values, and checks that each region contains the expected
     slice.
@@ -60,10 +62,14 @@ def check_placement(
     Uses the engine's own loader and overwrites the parameters. Checks the first and the last layer,
     and parameters outside of layers. Raises ModelError that names the first parameter with wrong
     content.
+
+    Args:
+        experts: Experts of all ranks of the replica, one rank after another; None if they are in
+            order. Loaders of models that stack experts cut the stacks in order.
     """
     looked_at = _first_and_last_layer(hf_shapes)
     like = live[next(iter(layout.shapes))]
-    load((name, coded(name, hf_shapes[name], like)) for name in looked_at)
+    load(_stored(looked_at, hf_shapes, like, experts))
     for region in layout.regions:
         if region.hf not in looked_at:
             continue
@@ -76,6 +82,27 @@ def check_placement(
                 f"{region.hf}{show(region.hf_box)}, according to the weight table",
                 engine,
             )
+
+
+def _stored(
+    names: Iterable[str],
+    hf_shapes: Mapping[str, Shape],
+    like: Tensor,
+    experts: Sequence[int] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the coded tensors as a checkpoint stores them: slices of one tensor are stacked."""
+    counts, slices = slice_counts(hf_shapes), dict[str, list[Tensor]]()
+    for name in names:
+        place, tensor = StoredSlice.of(name), coded(name, hf_shapes[name], like)
+        if place.index is None:
+            yield name, tensor
+            continue
+        members = slices.setdefault(place.name, [])
+        members.append(tensor.T if place.is_transposed else tensor)
+        if len(members) == counts[place.name]:
+            order = range(len(members)) if experts is None else experts
+            yield place.name, torch.stack([members[expert] for expert in order])
+            del slices[place.name]
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from hybridrl.contracts.blobs import Array
 from hybridrl.contracts.routed_experts import experts_dtype
 from hybridrl.errors import ModelError
 
-# Name of the routers in Qwen3-MoE and Mixtral.
-ROUTER = re.compile(r"layers\.(\d+)\.mlp\.gate$")
+# Name of the routers in Qwen3-MoE and Mixtral, and in GPT-OSS.
+ROUTER = re.compile(r"layers\.(\d+)\.mlp\.(?:gate|router)$")
 
 
 class ChosenExperts:
@@ -37,8 +37,8 @@ class ChosenExperts:
             raise ModelError(
                 "config.json: model_type",
                 type(model).__name__,
-                "a model whose layers have routers named mlp.gate that choose experts, to record "
-                "them with rollout.engine=hf",
+                "a model whose layers have routers, named mlp.gate or mlp.router, that choose "
+                "experts, to record them with rollout.engine=hf",
                 "Set algorithm.router_replay=off, use another rollout engine, or a newer "
                 "transformers: since 5.19, DeepseekV3 routers choose experts.",
             )

@@ -56,7 +56,14 @@ def installed_version(is_cpu: bool) -> str:
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
     """Yields a violation if SGLang would build layers that differ from the model's."""
     del is_cpu
-    if shape.window is not None:
+    if shape.attention_sinks:
+        yield UserError(
+            "model's attention sinks",
+            "one for each head",
+            f"none with {NAME}, with which such models were not tested",
+            "Set rollout.engine=vllm or rollout.engine=hf.",
+        )
+    elif shape.window is not None:
         # SGLang runs Mistral and Phi-3 as Llama, which ignores windows (0.5.16).
         yield UserError(
             "model's sliding_window",

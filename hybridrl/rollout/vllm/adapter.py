@@ -25,6 +25,7 @@ from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
+from hybridrl.rollout.vllm.names import hf_style
 from hybridrl.rollout.vllm.requests import request_rules, sampling_params
 from hybridrl.rollout.vllm.routing import RecordedExperts
 from hybridrl.rollout.vllm.start import LiveEngine, caches_of, runner_of, start, stop
@@ -41,7 +42,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @staticmethod
     def _layout_name(name: str) -> str | None:
-        return None if COPIES.is_copy(name) else name
+        return None if COPIES.is_copy(name) else hf_style(name)
 
     def _start(self) -> None:
         # Requests in vLLM, by vLLM's names. Names are never reused, because vLLM may still return a

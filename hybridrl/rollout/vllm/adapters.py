@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridrl.models.adapters.slots import SLOT_A, SLOT_B, EngineSlots
 from hybridrl.models.boxes import Box
 from hybridrl.models.weights import RankLayout
+from hybridrl.rollout.vllm.names import hf_style
 
 NAME, NUMBER = "policy", 1
 # Projections of vLLM's fused layers. Models whose checkpoint is fused too would get one slot for
@@ -78,7 +79,7 @@ def slot_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
         for kind in (SLOT_A, SLOT_B):
             # Wrapped layers forward the attributes of the layer inside, which has no slots.
             for index, stacked in enumerate(getattr(layer, kind, None) or ()):
-                found[f"{name}.{kind}.{index}"] = stacked[0, 0]
+                found[f"{hf_style(name)}.{kind}.{index}"] = stacked[0, 0]
     return found
 
 

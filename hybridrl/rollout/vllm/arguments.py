@@ -66,6 +66,10 @@ def engine_arguments(
     }
     if settings.ep > 1:
         arguments["enable_expert_parallel"] = True
+    if settings.records_experts and shape.window is not None:
+        # Otherwise, layers with windows would have other slots, and lose them during a request, so
+        # that the slots could not index the recorded experts (routing.py).
+        arguments["disable_hybrid_kv_cache_manager"] = True
     if shape.moe is not None and device_memory is not None:
         # Other GPU kernels would pack or reorder gate and up.
         arguments["moe_backend"] = "triton"

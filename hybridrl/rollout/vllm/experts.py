@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.rollout.common.cpu_experts import experts_forward
+from hybridrl.rollout.common.cpu_experts import clamped_swiglu, experts_forward, swiglu
 from hybridrl.rollout.common.process_state import replaced
 
 
@@ -77,6 +77,8 @@ def compute_with_live_experts() -> None:
     """Replaces vLLM's kernel by `experts_forward` and leaves the parameters unpacked."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+    activations = {"silu": swiglu, "swigluoai": clamped_swiglu}
+
     def apply(kernel: Any, output: Tensor, hidden_states: Tensor, **inputs: Any) -> None:
         output.copy_(
             experts_forward(
@@ -86,6 +88,8 @@ def compute_with_live_experts() -> None:
                 inputs["topk_weights"],
                 inputs["topk_ids"],
                 inputs["expert_map"],
+                activation=activations[inputs["activation"].value],
+                biases=None if kernel.w1_bias is None else (kernel.w1_bias, kernel.w2_bias),
             )
         )
 
