@@ -251,7 +251,7 @@ class Session:
                 continue
             length = turn.num_tokens - (found != own)
             matched[turn] = length
-            if num_shared < length < len(given):
+            if num_shared < length <= len(given):
                 parent, num_shared = turn, length
         return self._limited(Prepared(given, parent, num_shared), max_tokens)
 

@@ -16,12 +16,14 @@ _TOOLS: tuple[Message, ...] = (
     {
         "type": "function",
         "function": {
-            "name": "f",
+            "name": "look_q7",
             "description": "Looks up.",
             "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
         },
     },
 )
+_CALL = tool_call("functions.look_q7:0", "look_q7", {"x": "y"})
+_RESULT: Message = {"role": TOOL, "tool_call_id": _CALL["id"], "content": "found-q7"}
 KEPT = "Tokens that were sampled stay as they are, and only new messages are rendered after them."
 
 
@@ -29,7 +31,7 @@ def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
     """Returns what a user should know about a chat template before agents are trained with it;
     empty if the template only appends to conversations and its tool calls can be read.
     """
-    found = list(dict.fromkeys(_differences(template)))
+    found = list(dict.fromkeys([*_left_out(template), *_differences(template)]))
     if not template.allows_late_system:
         found.append(
             "the chat template takes a system message only at the beginning. Later ones are passed "
@@ -43,12 +45,25 @@ def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
     return found
 
 
+def _left_out(template: ChatTemplate) -> Iterator[str]:
+    """Yields a note for each part of a request that the template leaves out."""
+    user: Message = {"role": USER, "content": "question-q7"}
+    calling = assistant("", "", [_CALL])
+    whole = Conversation((user, calling, _RESULT), _TOOLS)
+    try:
+        text = template.text(whole, template.prepared(whole.messages), True)
+    except TemplateError:  # reported with the differences
+        return
+    if "look_q7" not in template.text(whole, template.prepared([user]), True):
+        yield "the chat template does not tell the model which tools a client offers."
+    if "found-q7" not in text:
+        yield "the chat template leaves out the results of tools, so the model does not see them."
+
+
 def _differences(template: ChatTemplate) -> Iterator[str]:
     user: Message = {"role": USER, "content": "question-q7"}
-    call = tool_call("functions.f:0", "f", {"x": "y"})
-    result: Message = {"role": TOOL, "tool_call_id": call["id"], "name": "f", "content": "found-q7"}
     answer, thoughtful = assistant(_ANSWER), assistant(_ANSWER, _THOUGHT)
-    calling = assistant("", "", [call])
+    calling, result = assistant("", "", [_CALL]), _RESULT
     cases: Sequence[tuple[str, list[Message], Message]] = (
         ("a new question", [user, answer], user),
         ("a new question", [user, thoughtful], user),
@@ -87,7 +102,7 @@ def _difference(
     elif after.startswith(template.without_end(before)):
         yield (
             f"the chat template ends a turn with another token after {what}. The sampled end token "
-            "is trained in a row of its own, and the context has the template's token."
+            "is trained in a separate row, and the context has the template's token."
         )
     elif _EMPTY.sub("", after).startswith(_EMPTY.sub("", before)):
         yield f"the chat template adds or removes empty <think> blocks in earlier turns. {KEPT}"

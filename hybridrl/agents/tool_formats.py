@@ -316,9 +316,10 @@ class TurnReader:
         """
         if isinstance(self.tool_format, Harmony):
             try:
-                return self.tool_format.parts(text)
+                found = self.tool_format.parts(text)
             except MalformedCallError as error:
                 return Parts(text, malformed=str(error))
+            return found if reads_calls or not found.calls else Parts(text, found.reasoning)
         reasoning, content = "", text
         if self.has_reasoning:
             reasoning, content = _split_reasoning(text, is_reasoning)

@@ -41,7 +41,7 @@ NOTES = {
     "qwen3.5": ["adds or removes empty <think>", "drops the reasoning", "only at the beginning"],
     "llama3": [],
     "glm4": ["drops the reasoning"],
-    "deepseek": ["only at the beginning"],
+    "deepseek": ["which tools", "only at the beginning"],
     "kimi": [],
     "gpt-oss": ["ends a turn with another token", "drops the reasoning", "only at the beginning"],
 }
@@ -139,6 +139,9 @@ def test_deepseek_v31_llama_lists_and_harmony_channels_are_read() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>3"
     parts = TurnReader(FORMATS["harmony"]).parts(text, False, False)
     assert (parts.reasoning, parts.content) == ("Hm.", "3")
+    text = ' to=functions.add<|channel|>commentary<|message|>{"a": 1}'
+    parts = TurnReader(FORMATS["harmony"]).parts(text, False, False)
+    assert parts.content == text and not parts.calls
 
 
 @pytest.mark.parametrize(

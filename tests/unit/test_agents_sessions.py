@@ -324,11 +324,13 @@ def test_token_requests_continue_the_longest_turn_that_they_repeat() -> None:
     second = turn((1, 2, 3, 4, 5), (6, 4))
     trimmed = turn((1, 2, 3, 4, 5, 6, 9), (7, 4))
     fresh = turn((1, 2, 9), (3,))
+    more = turn((1, 2, 9, 3), (5, 4))  # goes on where the turn was cut
     assert (second.parent, second.num_shared) == (first, 4)
     assert (trimmed.parent, trimmed.num_shared) == (second, 6)
     assert fresh.parent is None
+    assert (more.parent, more.context) == (fresh, ())
     rows = sessions.close(session).rows
-    assert [row.num_trained for row in rows] == [4, 2, 1]
+    assert [row.num_trained for row in rows] == [4, 2, 3]
     assert rows[1].tokens == (3, 4, 5, 6, 9, 7, 4)
 
 
