@@ -102,12 +102,16 @@ class ScriptedRank(threading.Thread):
 class Served:
     """An endpoint with its scripted rank."""
 
-    def __init__(self, terms: SamplingTerms | None = None, **options: Any) -> None:
+    def __init__(
+        self, terms: SamplingTerms | None = None, has_template: bool = True, **options: Any
+    ) -> None:
         assert FAMILIES["qwen3"].thinks
         terms = terms or SamplingTerms(temperature=1.0, max_context=8000)
         self.queue = TurnQueue(terms)
         self.rank = ScriptedRank(self.queue)
-        self.sessions = Sessions(terms.max_context, chat_template("qwen3"))
+        self.sessions = Sessions(
+            terms.max_context, chat_template("qwen3") if has_template else None
+        )
         usual = {"grace_s": 1.5, "keep_alive_s": 0.2}
         self.endpoint = Endpoint(
             self.sessions,

@@ -37,6 +37,7 @@ from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models, trains_policy
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
+from hybridrl.config.rules_agent import endpoint_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
@@ -220,14 +221,8 @@ def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -
         UserError: Either a ConfigError that contains every violation, or the first error in the
             checkpoint.
     """
-    if find_spec("aiohttp") is None:
-        raise UserError(
-            "aiohttp",
-            MISSING,
-            "an installed package, which the endpoint for agents needs",
-            "Run pip install 'hybridrl[agents]'.",
-        )
-    _raise_all(without_training(_common(config, world_size, has_teacher=False)))
+    found = without_training(_common(config, world_size, has_teacher=False))
+    _raise_all([*endpoint_rules(), *found])
     if checkpoint is None:
         _check_run(config, trains=False)
         return

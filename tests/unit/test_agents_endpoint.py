@@ -313,6 +313,20 @@ def test_the_token_form_continues_its_own_tokens(served: Served) -> None:
     assert row.num_turns == 2
 
 
+def test_a_model_without_a_chat_template_answers_token_ids_only() -> None:
+    with Served(has_template=False) as served:
+        session = served.sessions.open(0)
+        for path in (*PATHS.values(), "/v1/messages/count_tokens"):
+            body = chat("Hello", input="Hello", max_tokens=9)
+            status, answer = post(served, path, body, session.token)
+            assert status == 404 and "/inference/v1/generate" in answer["error"]["message"]
+        tokens = tokenizer_of("qwen3")("<|im_start|>user\nHello<|im_end|>\n")["input_ids"]
+        assert (
+            post(served, "/inference/v1/generate", {"token_ids": tokens}, session.token)[0] == 200
+        )
+        assert len(served.close(session).rows) == 1
+
+
 def test_tokens_are_counted_and_models_listed(served: Served) -> None:
     session = served.sessions.open(0)
     body = {"messages": [{"role": "user", "content": "Hello"}], "system": "Be brief."}

@@ -121,6 +121,7 @@ WALLS = {
         )
     ],
     "triton": ["../kernels/*"],
+    "aiohttp": ["agents/endpoint.py"],
     "ray": ["services/launch/ray_cluster.py"],
     "wandb": ["metrics/trackers.py"],
     "mlflow": ["metrics/trackers.py"],
@@ -295,6 +296,23 @@ def test_no_module_imports_itself_over_others() -> None:
         if name != "hybridrl"
     }
     assert cycles(graph) == []
+
+
+def test_runs_without_agents_do_not_import_the_server() -> None:
+    """aiohttp is an optional package, so only imports inside functions may lead to it."""
+    known = modules()
+    waiting, reached = ["hybridrl.loop.build", "hybridrl.cli.main"], set[str]()
+    while waiting:
+        if (name := waiting.pop()) in reached or name not in known:
+            continue
+        reached.add(name)
+        for node in tree_of(known[name]).body:
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                waiting += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+            elif isinstance(node, ast.Import):
+                waiting += [one.name for one in node.names]
+    assert "hybridrl.generation.sampler" in reached
+    assert "hybridrl.agents.endpoint" not in reached
 
 
 def test_a_cycle_is_found() -> None:
