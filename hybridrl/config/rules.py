@@ -182,14 +182,6 @@ def _axes_rules(config: Config) -> Iterator[UserError]:
             "1 without pipeline parallelism",
             "Set train.vpp=1, or train.pp above 1.",
         )
-    if train.share_prompts and train.cp > 1:
-        yield UserError(
-            "train.share_prompts",
-            "true",
-            f"false with train.cp={train.cp}, because context parallelism splits each sequence "
-            f"across ranks",
-            "Set train.share_prompts=false, or train.cp=1.",
-        )
     yield from _order_rules(train)
 
 

@@ -73,7 +73,7 @@ class TrainConfig(Section):
     fp8: Literal["none", "hybrid"] = "none"
     """FP8 format of transformer-engine's matrix products. The default, 'none', computes in bf16, as engines do, so that log-probabilities of engines and trainer agree."""
     share_prompts: bool | None = None
-    """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on if it is faster (with transformer-engine's layers, and on CPU), except with train.cp above 1."""
+    """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on where it is known to be faster: on CPU, and with transformer-engine's layers if train.cp is 1."""
     fp32_residual: bool = False
     """Whether the residual stream between layers is fp32, which brings bf16 results closer to fp32. Off by default, because it costs memory and bandwidth."""
     offload_optimizer: bool = False

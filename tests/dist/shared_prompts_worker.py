@@ -1,6 +1,6 @@
 """One rank: samples that share their prompt's positions give what samples of their own give.
 
-shared_prompts_worker.py FOLDER FAMILIES LAYOUT...     a layout is "tp,pp,vpp[,recompute]"
+shared_prompts_worker.py FOLDER FAMILIES LAYOUT...     a layout is "tp,pp,vpp,cp[,recompute]"
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def run(
         recompute=recompute,
         share_prompts=None if shares else False,  # they are by default
         tp=mesh.layout.tp,
+        cp=mesh.layout.cp,
     )
     mesh.platform.seed(1)
     model = ParallelModel(mesh, source, head, settings)
@@ -97,8 +98,9 @@ def run(
     norm = model.grad_norm()
     packed = [sample for one in inputs for sample in one.whole.sample_indices]
     assert sorted(set(packed)) == sorted(packed)
+    padding = mesh.layout.tp * (2 * mesh.layout.cp if mesh.layout.cp > 1 else 1)
     held = sum(int((one.whole.sequence_index_S >= 0).sum()) for one in inputs)
-    assert all(one.whole.num_positions <= BUDGET + mesh.layout.tp for one in inputs)
+    assert all(one.whole.num_positions <= BUDGET + padding for one in inputs)
     return gradients, norm, found_T, held
 
 
@@ -152,8 +154,11 @@ def main() -> None:
         family = resolve_family(FAMILY_KEYS.get(name), hf_config)
         source = ModelSource(family, hf_config, torch.float32, family.name, folder)
         for text in sys.argv[3:]:
-            tp, pp, vpp, *recompute = text.split(",")
-            mesh = Mesh(World(platform, 120), TrainLayout(size, int(tp), int(pp), vpp=int(vpp)))
+            *sizes, last = text.split(",")
+            recompute = [] if last.isdigit() else [last]
+            sizes += [last] if last.isdigit() else []
+            tp, pp, vpp, cp = map(int, sizes)
+            mesh = Mesh(World(platform, 120), TrainLayout(size, tp, pp, vpp=vpp, cp=cp))
             for head in ("lm", "value"):
                 said = compare(mesh, source, head, *(recompute or ["none"]))
                 if mesh.world.rank == 0:

@@ -18,7 +18,7 @@ NAMES = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
 @pytest.mark.dist
 def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
     save_tiny_models(tmp_path, NAMES)
-    layouts = ("2,1,1", "1,2,1", "1,1,1,full", "1,2,2,selective")
+    layouts = ("2,1,1,1", "1,2,1,1", "1,1,1,1,full", "1,2,2,1,selective", "1,1,1,2")
     run_ranks(2, WORKER, [str(tmp_path), ",".join(NAMES), *layouts], timeout_s=300)
 
 
@@ -26,4 +26,9 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
 def test_shared_prompts_of_experts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> None:
     names = ("qwen3_moe", "deepseek_v3", "gpt_oss")
     save_tiny_models(tmp_path, names)
-    run_ranks(2, WORKER, [str(tmp_path), ",".join(names), "2,1,1", "1,1,1,full"], timeout_s=300)
+    run_ranks(
+        2,
+        WORKER,
+        [str(tmp_path), ",".join(names), "2,1,1,1", "1,1,1,1,full", "1,1,1,2"],
+        timeout_s=300,
+    )

@@ -10,8 +10,7 @@ Samples may share the positions of a common prompt (MicroBatch.prefix_sequences)
 then a sequence that attends to the whole prompt, and causally to itself.
 
 Context parallelism: each rank waits for the keys and values of its context-parallel group; queries
-are not sent. Rank r of n holds chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order,
-which balances causal attention).
+are not sent (context_parallel.py says which rank holds which positions).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ from megatron.core.transformer.utils import (
 )
 
 from hybridrl.errors import ModelError
+from hybridrl.models.megatron.context_parallel import (
+    chunks_of,
+    context_positions,
+    gathered_rows,
+)
 from hybridrl.models.megatron.explicit_attention import explicit_attention
 
 
@@ -47,8 +52,7 @@ class Bucket:
 
     Args:
         query_index_NQ: Local positions of the queries.
-        key_index_NK: Positions of the keys after the gather; with context parallelism, (rank,
-            index) pairs.
+        key_index_NK: Rows of the keys; with context parallelism, of the gathered keys.
         query_position_NQ: For each query, the index of the last key that it attends to. None if
             queries and keys are the same rows.
     """
@@ -58,45 +62,94 @@ class Bucket:
     query_position_NQ: torch.Tensor | None
 
 
+class ContinuedSequence(NamedTuple):
+    """A packed sequence, and the prompt in another sequence that it continues.
+
+    Args:
+        prefix_start, prefix_length: Packed positions of the prompt; the length is 0 if there is
+            none.
+        start, length: Packed positions of the sequence, including its padding.
+    """
+
+    prefix_start: int
+    prefix_length: int
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class SharedPrompts:
     """Boundaries of packed sequences, some of which continue a prompt in another sequence.
 
     Args:
-        cu_seqlens: Start of each sequence, followed by the total number of positions.
+        cu_seqlens: Start of each sequence, followed by the total number of positions, before
+            context parallelism splits them.
         prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
-        positions_S: Position of each token within its sample, on the model's device.
+        prefix_lengths: For each sequence, the number of tokens that it continues, without padding.
+        positions_S: Position of each local token within its sample, on the model's device.
+        cp_size, cp_rank: Context-parallel size and rank.
     """
 
     cu_seqlens: tuple[int, ...]
     prefix_sequences: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
     positions_S: torch.Tensor
+    cp_size: int = 1
+    cp_rank: int = 0
 
     @cached_property
-    def sequences(self) -> list[tuple[int, int, int, int]]:
-        """(prefix start, prefix length, start, length) of each sequence."""
-        own = list(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
-        found = []
-        for (start, end), number in zip(own, self.prefix_sequences, strict=True):
-            first, last = own[number] if number >= 0 else (start, start)
-            found.append((first, last - first, start, end - start))
+    def sequences(self) -> list[ContinuedSequence]:
+        """All sequences, in packed order."""
+        own = pairwise(self.cu_seqlens)
+        given = zip(own, self.prefix_sequences, self.prefix_lengths, strict=True)
+        return [
+            ContinuedSequence(self.cu_seqlens[number], shared, start, end - start)
+            if number >= 0
+            else ContinuedSequence(start, 0, start, end - start)
+            for (start, end), number, shared in given
+        ]
+
+    @cached_property
+    def rows_S(self) -> torch.Tensor:
+        """Row of each packed position in the keys that context parallelism gathers."""
+        return gathered_rows(self.cu_seqlens, self.cp_size)
+
+    @cached_property
+    def angle_positions(self) -> torch.Tensor:
+        """Position within its sample for each row of rotary angles, on the model's device.
+
+        Megatron takes the sequences for a single one (PackedSequences). With context parallelism,
+        it selects this rank's two chunks of that sequence from the angles; other rows are not read.
+        """
+        if self.cp_size == 1:
+            return self.positions_S
+        total = self.cu_seqlens[-1]
+        found = self.positions_S.new_zeros(total)
+        place = context_positions((0, total), self.cp_size, self.cp_rank)
+        found[place.to(found.device)] = self.positions_S
         return found
 
     @cached_property
     def keys(self) -> KeyRows:
-        """Keys of each sequence, including its prefix, one sequence after another."""
-        parts, counts = [], [0]
+        """Keys of each local chunk of a sequence, one chunk after another.
+
+        The keys of a chunk are the prompt that the sequence continues and the sequence up to the
+        chunk's end, so that causal attention aligned at the last key is right.
+        """
+        parts, queries, counts = [], [0], [0]
         for first, shared, start, length in self.sequences:
-            parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
-            counts.append(counts[-1] + shared + length)
-        device, index_K = self.positions_S.device, torch.cat(parts)
+            for begin, end in chunks_of(length, self.cp_size, self.cp_rank):
+                parts += [torch.arange(first, first + shared), torch.arange(start, start + end)]
+                queries.append(queries[-1] + end - begin)
+                counts.append(counts[-1] + shared + end)
+        device, index_K = self.positions_S.device, self.rows_S[torch.cat(parts)]
         return KeyRows(
             index_K.to(device),
             Readers.of(index_K, self.cu_seqlens[-1]).to(device),
-            torch.tensor(self.cu_seqlens, dtype=torch.int32).to(device),
+            torch.tensor(queries, dtype=torch.int32).to(device),
             torch.tensor(counts, dtype=torch.int32).to(device),
-            max(length for _, _, _, length in self.sequences),
-            max(shared + length for _, shared, _, length in self.sequences),
+            max(end - start for start, end in pairwise(queries)),
+            max(end - start for start, end in pairwise(counts)),
         )
 
 
@@ -187,38 +240,55 @@ class PackedSequences(PackedSeqParams):
 
 
 def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
-    by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    cp_size, cp_rank = shared.cp_size, shared.cp_rank
+    by_size: dict[tuple[int, int], list[ContinuedSequence]] = {}
     for sequence in shared.sequences:
-        _, before, _, length = sequence
-        if length:
-            size = length.bit_length(), (before + length).bit_length()
-            by_size.setdefault(size, []).append(sequence)
-    buckets, place = [], torch.empty(shared.cu_seqlens[-1], dtype=torch.int64)
+        if sequence.length:
+            whole = sequence.prefix_length + sequence.length
+            by_size.setdefault((sequence.length.bit_length(), whole.bit_length()), []).append(
+                sequence
+            )
+    buckets, place = [], torch.empty(shared.cu_seqlens[-1] // cp_size, dtype=torch.int64)
     row_start = 0
     for sequences in by_size.values():
         first, before, start, length = torch.tensor(sequences).T[..., None]
-        column_Q = torch.arange(int(length.max()))[None]
-        within_NQ = torch.minimum(column_Q, length - 1)
-        valid = (column_Q < length).flatten()
+        local_length = length // cp_size
+        column_Q = torch.arange(int(local_length.max()))[None]
+        local_NQ = torch.minimum(column_Q, local_length - 1)
+        valid = (column_Q < local_length).flatten()
         flat = torch.arange(valid.numel()) + row_start
-        place[(start + within_NQ).flatten()[valid]] = flat[valid]
+        query_index_NQ = start // cp_size + local_NQ
+        place[query_index_NQ.flatten()[valid]] = flat[valid]
         row_start += valid.numel()
+        within_NQ = _within(local_NQ, local_length, cp_size, cp_rank)
         column_K = torch.arange(int((before + length).max()))[None]
         own_NK = start + torch.minimum(column_K - before, length - 1)
-        key_index = torch.where(column_K < before, first + column_K, own_NK)
-        position = before + within_NQ if bool(before.any()) else None
-        buckets.append(Bucket(start + within_NQ, key_index, position))
+        key_index = shared.rows_S[torch.where(column_K < before, first + column_K, own_NK)]
+        is_plain = cp_size == 1 and not bool(before.any())
+        buckets.append(Bucket(query_index_NQ, key_index, None if is_plain else before + within_NQ))
     return buckets, place
+
+
+def _within(
+    local_NQ: torch.Tensor, local_length: torch.Tensor, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """Returns the position within its sequence of each local query (context_parallel.py)."""
+    if cp_size == 1:
+        return local_NQ
+    half = local_length // 2
+    second = (2 * cp_size - 1 - cp_rank) * half + local_NQ - half
+    return torch.where(local_NQ < half, cp_rank * half + local_NQ, second)
 
 
 def _make_buckets(
     cu_seqlens: list[int], cp_size: int, cp_rank: int
 ) -> tuple[list[Bucket], torch.Tensor]:
     by_size: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         if end > start:
             by_size.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
     buckets, place = [], torch.empty(cu_seqlens[-1] // cp_size, dtype=torch.int64)
+    rows_S = gathered_rows(cu_seqlens, cp_size)
     row_start = 0
     for sequences in by_size.values():
         starts = torch.tensor([start for start, _ in sequences])[:, None]
@@ -226,36 +296,16 @@ def _make_buckets(
         longest = int(lengths.max())
         column_Q = torch.arange(longest // cp_size)[None]
         local_length = lengths // cp_size
-        query_index = starts // cp_size + torch.minimum(column_Q, local_length - 1)
+        local_NQ = torch.minimum(column_Q, local_length - 1)
+        query_index = starts // cp_size + local_NQ
         valid = (column_Q < local_length).flatten()
         flat = torch.arange(valid.numel()) + row_start
         place[query_index.flatten()[valid]] = flat[valid]
         row_start += valid.numel()
         column_K = torch.minimum(torch.arange(longest)[None], lengths - 1)
-        if cp_size == 1:
-            buckets.append(Bucket(query_index, starts + column_K, None))
-            continue
-        half = local_length // 2
-        clamped = torch.minimum(column_Q, local_length - 1)
-        second = (2 * cp_size - 1 - cp_rank) * half + clamped - half
-        position = torch.where(clamped < half, cp_rank * half + clamped, second)
-        buckets.append(
-            Bucket(query_index, _gathered_index(column_K, starts, half, cp_size), position)
-        )
+        position = None if cp_size == 1 else _within(local_NQ, local_length, cp_size, cp_rank)
+        buckets.append(Bucket(query_index, rows_S[starts + column_K], position))
     return buckets, place
-
-
-def _gathered_index(
-    column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
-) -> torch.Tensor:
-    """Returns each sequence position's index in the gathered keys, as (rank, local index).
-
-    The caller combines each pair into one index, because it knows the number of local tokens.
-    """
-    chunk = column_K // half
-    rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
-    within = column_K % half + torch.where(chunk < cp_size, torch.zeros_like(chunk), half)
-    return torch.stack((rank, starts // cp_size + within), dim=-1)
 
 
 class PackedAttention(MegatronModule):
@@ -355,13 +405,10 @@ class PackedAttention(MegatronModule):
         buckets, place = packed_seq_params.buckets(cp_size, cp_rank)
         rows = []
         for bucket in buckets:
-            key_index = bucket.key_index_NK
-            if key_index.dim() == 3:  # (rank, index) pairs for context parallelism
-                key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
             attended = self._attend(
                 _rows(query, bucket.query_index_NQ),
-                _rows(key, key_index),
-                _rows(value, key_index),
+                _rows(key, bucket.key_index_NK),
+                _rows(value, bucket.key_index_NK),
                 bucket.query_position_NQ,
             )
             rows.append(attended.transpose(1, 2).reshape(-1, width))

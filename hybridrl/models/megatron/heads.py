@@ -255,7 +255,11 @@ class PackedModel(GPTModel):
         if self.position_embedding_type == "mrope":
             return found  # mrope angles are already per position
         embedded, angles_LD, *rest = found
-        return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
+        return (
+            embedded,
+            angles_LD.index_select(0, packed_seq_params.shared.angle_positions),
+            *rest,
+        )
 
     def _embedded(
         self,

@@ -24,7 +24,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.tensor_parallel import (
+    CheckpointWithoutOutput,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -332,20 +335,30 @@ def transformer_engine_attention() -> type:
             packed = kwargs.get("packed_seq_params")
             if packed is None or packed.shared is None:
                 return super().forward(query, key, value, *args, **kwargs)
-            keys = packed.shared.keys
-            return DotProductAttention.forward(
-                self,
-                query,
-                GatherKeys.apply(key, keys.index_K, keys.readers),
-                GatherKeys.apply(value, keys.index_K, keys.readers),
-                None,
-                qkv_format="thd",
-                cu_seqlens_q=keys.cu_seqlens_q,
-                cu_seqlens_kv=keys.cu_seqlens_k,
-                max_seqlen_q=keys.max_seqlen_q,
-                max_seqlen_kv=keys.max_seqlen_k,
-                attn_mask_type="padding_causal_bottom_right",
-            )
+            keys, group = packed.shared.keys, self.cp_group  # type: ignore[has-type]
+            if packed.shared.cp_size > 1:
+                key, value = (
+                    gather_from_sequence_parallel_region(x.contiguous(), group=group)
+                    for x in (key, value)
+                )
+            # Each rank has all keys that its queries need, so the kernel must not split anything.
+            self.cp_group = None
+            try:
+                return DotProductAttention.forward(
+                    self,
+                    query,
+                    GatherKeys.apply(key, keys.index_K, keys.readers),
+                    GatherKeys.apply(value, keys.index_K, keys.readers),
+                    None,
+                    qkv_format="thd",
+                    cu_seqlens_q=keys.cu_seqlens_q,
+                    cu_seqlens_kv=keys.cu_seqlens_k,
+                    max_seqlen_q=keys.max_seqlen_q,
+                    max_seqlen_kv=keys.max_seqlen_k,
+                    attn_mask_type="padding_causal_bottom_right",
+                )
+            finally:
+                self.cp_group = group
 
     return Attention
 
@@ -369,7 +382,7 @@ def shares_prompts(
         UserError: Sharing is requested, but an attention class (such as in a user's own layers)
             does not support it.
     """
-    if wanted is None and (cp > 1 or not (is_cpu or kind == "transformer_engine")):
+    if wanted is None and not (is_cpu or (kind == "transformer_engine" and cp == 1)):
         return False
     parts = [part for module in modules for part in module.modules()]
     found = [a for part in parts if (a := getattr(part, "core_attention", None)) is not None]

@@ -126,7 +126,8 @@ def positions_of_update(
     if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, layout.cp):
         return None
     lengths, num_samples = Lengths.of(config), samples_of_update(config)
-    length = lengths.prompt + lengths.response
+    pad_each = 2 * layout.cp if layout.cp > 1 else 1
+    length = round_up(lengths.prompt + lengths.response, pad_each)
     units = make_units(
         [sample // per_prompt for sample in range(num_samples)],
         [lengths.prompt] * num_samples,
@@ -134,6 +135,7 @@ def positions_of_update(
         layout.dp,
         max(config.train.micro_batch_tokens, length),
         attention_length(shape),
+        pad_each,
     )
     return sum(unit.tokens for unit in units), num_samples * length
 
@@ -164,6 +166,8 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
     copied = (per_prompt - 1) * prefix
     if prefix + own > budget // PART_OF_BUDGET:
         copied = min(copied, KEY_ROWS_OF_BUDGET * budget)
+    if layout.cp > 1:
+        copied = _key_rows(prefix, ceil(copied / max(prefix, 1)) + 1, 2, layout.cp) - prefix - own
     return MicroBatchSize(positions, positions + ceil(num_prompts * copied))
 
 
@@ -206,6 +210,7 @@ def _packed(
             num_ranks,
             token_budget,
             attention,
+            pad_each,
         )
     else:
         units = [Unit((sample,), 0, (length,)) for sample in range(num_samples)]
@@ -224,7 +229,31 @@ def _packed(
         for _, run in groupby(samples, key=lambda sample: sample // per_prompt):
             count = len(list(run))  # collation.py also merges neighbouring units of one prompt
             prefix = shared_prefix(prompt, count) if shares else 0
-            positions += prefix + count * (length - prefix)
-            key_rows += count * length
+            if not prefix:
+                positions += count * length
+                key_rows += count * length
+                continue
+            first, own = round_up(prefix, pad_each), round_up(length - prefix, pad_each)
+            positions += first + count * own
+            key_rows += _key_rows(prefix, count, own, pad_each // 2 or 1)
         found.add((positions, key_rows))
     return found
+
+
+def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
+    """Returns the rows of keys for a shared prompt and its samples, summed over the ranks of
+    context parallelism.
+
+    Args:
+        prefix: Length of the shared prompt.
+        count: Number of samples.
+        own: Number of positions that each sample does not share.
+        cp: Context-parallel size.
+    """
+    if cp == 1:
+        return count * (prefix + own)
+    # Each rank gathers all keys, and copies those before the end of each of its two chunks of a
+    # sequence. Both ends together are the sequence and one chunk (context_parallel.py).
+    ends = 1 + 1 / (2 * cp)
+    copied = ceil(prefix * ends + count * (2 * prefix + own * ends))
+    return cp * (prefix + count * own + copied)

@@ -22,13 +22,14 @@ from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.models.inputs import PREDICTS, ExtraInputs
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
+from hybridrl.models.megatron.context_parallel import context_positions
 from hybridrl.models.megatron.heads import HeadInput
 from hybridrl.models.megatron.layers import LayerKind
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.batches.balance import Schedule, schedule_hash
-from hybridrl.training.batches.collation import context_positions, micro_batch, unpack
+from hybridrl.training.batches.collation import micro_batch, unpack
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
     ScheduleInputs,
@@ -210,7 +211,8 @@ class BatchPlanner:
         )
         prepared = [extra.prepare(whole, batch) for extra in self.extra_inputs]
         whole = replace(whole, model_inputs=dict(ChainMap(*map(dict, prepared))))
-        index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
+        starts = tuple(whole.cu_seqlens.tolist())
+        index_S = context_positions(starts, layout.cp, where.cp)
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
         # Computed on the host, because nonzero is a sync point on a GPU.
@@ -221,8 +223,16 @@ class BatchPlanner:
         bounds = local if self._layers == "transformer_engine" else whole
         shared = None
         if whole.prefix_sequences is not None:
-            starts = tuple(whole.cu_seqlens.tolist())
-            shared = SharedPrompts(starts, whole.prefix_sequences, local.positions_S)
+            # The first position of a sequence is the length of the prompt that it continues.
+            prefix_lengths = whole.positions_S[whole.cu_seqlens[:-1].long()].tolist()
+            shared = SharedPrompts(
+                starts,
+                whole.prefix_sequences,
+                tuple(prefix_lengths),
+                local.positions_S,
+                layout.cp,
+                where.cp,
+            )
         packed = PackedSequences.of(
             bounds.cu_seqlens,
             whole.max_seqlen,
@@ -249,6 +259,7 @@ class BatchPlanner:
             token_budget=self._train.micro_batch_tokens,
             multiple=layout.pp if layout.vpp > 1 else 1,
             attention_length=attention_length(self._shape),
+            pad_each=self._pad_each,
         )
         return schedule(inputs)
 

@@ -43,7 +43,7 @@ def micro_batch(
         pad_total: A trailing sequence of padding fills the micro-batch up to a multiple of this (tp
             x 2 cp).
         shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
-            only once; requires `pad_each` = 1.
+            only once.
         at_own_token: Whether values about a token are stored at its own position rather than at the
             previous token's.
         positions: Source of positions if each token has several position numbers; None if each
@@ -201,7 +201,7 @@ def _lay_out(
         place_N[held_N],
         torch.arange(bounds.total) - first_S,
         cu_seqlens,
-        max(bounds.max_seqlen, *lengths) if is_shared else bounds.max_seqlen,
+        int((read + counts).max()) if is_shared else bounds.max_seqlen,
         (*prefix_sequences, *[-1] * num_padding) if is_shared else None,
     )
 
@@ -258,19 +258,3 @@ def _segments(
         prefix_sequences.append(first if prefix else -1)
         segments.append(length - prefix)
     return segments, own, prefix_of, prefix_sequences
-
-
-def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Returns the packed positions that one context-parallel rank holds, int64.
-
-    Each sequence is split into 2 * cp_size chunks. As in Megatron, rank r holds chunks r and 2 *
-    cp_size - 1 - r, so that causal attention is equally expensive on all ranks.
-    """
-    if cp_size == 1:
-        return torch.arange(int(cu_seqlens[-1]))
-    held = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        chunk = (end - start) // (2 * cp_size)
-        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    return torch.cat(held)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
 from hybridrl.training.batches.balance import DEFAULT_ATTENTION_LENGTH, Schedule, schedule
-from hybridrl.training.batches.packing import check_lengths
+from hybridrl.training.batches.packing import check_lengths, round_up
 
 # A unit usually fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be
 # filled well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be
@@ -37,8 +37,8 @@ class Unit:
     Args:
         samples: Sample indices in ascending order.
         prefix: Number of leading tokens that only the first sample stores, although all samples
-            attend to them; 0 if there is only one sample.
-        lengths: Number of tokens in each sample, including the prefix.
+            attend to them; 0 if there is only one sample. Includes padding.
+        lengths: Number of tokens in each sample, including the prefix and padding.
     """
 
     samples: tuple[int, ...]
@@ -72,12 +72,14 @@ class ScheduleInputs:
     """Inputs from which a schedule is computed; the same on all ranks.
 
     Args:
-        lengths: Number of tokens in each sample.
+        lengths: Number of tokens in each sample, padded to a multiple of `pad_each`.
         groups: Group of each sample; samples of one prompt have the same group.
         prompt_lengths: Number of tokens in each sample's prompt; None if prompts are not shared.
         part_sizes: Number of samples in each of the consecutive mini-batches. Each mini-batch is
             scheduled separately, so that every rank has samples from each.
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
+        pad_each: Each sequence of a micro-batch is padded to a multiple of this. A shared prompt is
+            a sequence of its own.
     """
 
     lengths: tuple[int, ...]
@@ -88,6 +90,7 @@ class ScheduleInputs:
     token_budget: int
     multiple: int
     attention_length: int
+    pad_each: int = 1
 
     def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
         """Returns the inputs for a subset of the samples, as one mini-batch."""
@@ -168,7 +171,9 @@ def _schedule_part(inputs: ScheduleInputs) -> Schedule:
     if inputs.prompt_lengths is None:
         return schedule(lengths, *given, attention_length=attention)
     check_lengths(lengths, inputs.token_budget)
-    units = make_units(inputs.groups, inputs.prompt_lengths, lengths, *given[:2], attention)
+    units = make_units(
+        inputs.groups, inputs.prompt_lengths, lengths, *given[:2], attention, inputs.pad_each
+    )
     tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
     assignments = schedule(tokens, *given, attended=attended, attention_length=attention)
     return [
@@ -184,6 +189,7 @@ def make_units(
     num_ranks: int,
     token_budget: int,
     attention_length: int = DEFAULT_ATTENTION_LENGTH,
+    pad_each: int = 1,
 ) -> list[Unit]:
     """Groups samples of the same prompt into units.
 
@@ -197,11 +203,14 @@ def make_units(
         num_ranks: Data-parallel size.
         token_budget: Maximum number of tokens in a micro-batch.
         attention_length: See balance.DEFAULT_ATTENTION_LENGTH.
+        pad_each: See `ScheduleInputs`.
     """
     by_prompt: dict[int, list[int]] = {}
     for sample, prompt in enumerate(prompts):
         by_prompt.setdefault(prompt, []).append(sample)
-    groups = [(shared_prefix(prompt_lengths[own[0]], 2), own) for own in by_prompt.values()]
+    groups = [
+        _Group.of(own, prompt_lengths[own[0]], lengths, pad_each) for own in by_prompt.values()
+    ]
     most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
 
     def costliest_rank(units: Sequence[Unit]) -> int:
@@ -211,68 +220,84 @@ def make_units(
             heapq.heapreplace(loads, loads[0] + cost)
         return max(loads)
 
-    best = [unit for prefix, own in groups for unit in _filled_units(own, prefix, lengths, most)]
+    best = [unit for group in groups for unit in group.filled_units(most)]
     least = costliest_rank(best)
     while most < token_budget and len(best) > len(groups):
         most = min(max(2 * most, 1), token_budget)
-        units = [
-            unit
-            for prefix, own in groups
-            for unit in _even_units(own, prefix, lengths, most, KEY_ROWS_OF_BUDGET * token_budget)
-        ]
+        most_key_rows = KEY_ROWS_OF_BUDGET * token_budget
+        units = [unit for group in groups for unit in group.even_units(most, most_key_rows)]
         cost = costliest_rank(units)
         if cost < (1 - LEAST_GAIN) * least:
             best, least = units, cost
     return best
 
 
-def _filled_units(
-    samples: Sequence[int], prefix: int, lengths: Sequence[int], most: int
-) -> list[Unit]:
-    """Fills one unit after another with up to `most` tokens."""
-    units: list[Unit] = []
-    members: list[int] = []
-    tokens = prefix
-    for sample in samples:
-        own = lengths[sample] - prefix
-        if members and tokens + own > most:
-            units.append(_unit(members, prefix, lengths))
-            members, tokens = [], prefix
-        members.append(sample)
-        tokens += own
-    return [*units, _unit(members, prefix, lengths)]
+@dataclass(frozen=True)
+class _Group:
+    """The samples of one prompt. All numbers of tokens include padding.
 
-
-def _even_units(
-    samples: Sequence[int], prefix: int, lengths: Sequence[int], most: int, most_key_rows: int
-) -> list[Unit]:
-    """Divides the samples of a prompt into the smallest number of similar units that are within
-    both limits. A sample that exceeds a limit becomes a unit of its own.
+    Args:
+        samples: Sample indices in ascending order.
+        prefix: Number of tokens that the samples can share.
+        own: For each sample, number of tokens after the prefix.
+        alone: For each sample, number of tokens if it shares nothing.
     """
-    by_length = sorted(samples, key=lambda sample: (-lengths[sample], sample))
-    own = sum(lengths[sample] - prefix for sample in samples)
-    fewest = max(
-        -(-own // max(most - prefix, 1)),
-        -(-sum(lengths[sample] for sample in samples) // most_key_rows),
-    )
-    for count in range(min(max(fewest, 1), len(samples)), len(samples) + 1):
-        bins = [(0, number) for number in range(count)]
-        members: list[list[int]] = [[] for _ in bins]
-        for sample in by_length:
-            tokens, number = bins[0]
-            heapq.heapreplace(bins, (tokens + lengths[sample] - prefix, number))
-            members[number].append(sample)
-        units = [_unit(sorted(unit), prefix, lengths) for unit in members]
-        is_within = all(
-            unit.tokens <= most and unit.key_rows <= most_key_rows
-            for unit in units
-            if len(unit.samples) > 1
+
+    samples: Sequence[int]
+    prefix: int
+    own: dict[int, int]
+    alone: dict[int, int]
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[int], prompt_length: int, lengths: Sequence[int], pad_each: int
+    ) -> _Group:
+        prefix = shared_prefix(prompt_length, 2)
+        own = {sample: round_up(lengths[sample] - prefix, pad_each) for sample in samples}
+        alone = {sample: lengths[sample] for sample in samples}
+        return cls(samples, round_up(prefix, pad_each), own, alone)
+
+    def filled_units(self, most: int) -> list[Unit]:
+        """Fills one unit after another with up to `most` tokens."""
+        units: list[Unit] = []
+        members: list[int] = []
+        tokens = self.prefix
+        for sample in self.samples:
+            if members and tokens + self.own[sample] > most:
+                units.append(self._unit(members))
+                members, tokens = [], self.prefix
+            members.append(sample)
+            tokens += self.own[sample]
+        return [*units, self._unit(members)]
+
+    def even_units(self, most: int, most_key_rows: int) -> list[Unit]:
+        """Divides the samples into the smallest number of similar units that are within both
+        limits. A sample that exceeds a limit becomes a unit of its own.
+        """
+        by_length = sorted(self.samples, key=lambda sample: (-self.own[sample], sample))
+        own = sum(self.own.values())
+        key_rows = own + self.prefix * len(self.samples)
+        fewest = max(-(-own // max(most - self.prefix, 1)), -(-key_rows // most_key_rows), 1)
+        for count in range(min(fewest, len(self.samples)), len(self.samples) + 1):
+            bins = [(0, number) for number in range(count)]
+            members: list[list[int]] = [[] for _ in bins]
+            for sample in by_length:
+                tokens, number = bins[0]
+                heapq.heapreplace(bins, (tokens + self.own[sample], number))
+                members[number].append(sample)
+            units = [self._unit(sorted(unit)) for unit in members]
+            is_within = all(
+                unit.tokens <= most and unit.key_rows <= most_key_rows
+                for unit in units
+                if len(unit.samples) > 1
+            )
+            if is_within:
+                return sorted(units, key=lambda unit: unit.samples)
+        raise AssertionError("units of one sample are always within the limits")
+
+    def _unit(self, samples: Sequence[int]) -> Unit:
+        if len(samples) == 1:
+            return Unit(tuple(samples), 0, (self.alone[samples[0]],))
+        return Unit(
+            tuple(samples), self.prefix, tuple(self.prefix + self.own[one] for one in samples)
         )
-        if is_within:
-            return sorted(units, key=lambda unit: unit.samples)
-    raise AssertionError("units of one sample are always within the limits")
-
-
-def _unit(samples: Sequence[int], prefix: int, lengths: Sequence[int]) -> Unit:
-    shared = prefix if len(samples) > 1 else 0
-    return Unit(tuple(samples), shared, tuple(lengths[sample] for sample in samples))
