@@ -36,12 +36,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     torch.manual_seed(0)
     config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the smallest of vLLM on CPU
         vocab_size=len(tokenizer),
         max_position_embeddings=2048,
         tie_word_embeddings=False,
