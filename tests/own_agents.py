@@ -28,6 +28,11 @@ async def sleeping(task: Any) -> float:
     return 1.0
 
 
+async def napping(task: Any) -> float:
+    await asyncio.sleep(0.5)
+    return 1.0
+
+
 async def blocking(task: Any) -> float:
     if task.sample == 0:
         time.sleep(60)

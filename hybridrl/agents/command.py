@@ -173,19 +173,23 @@ class CommandRunner:
             thread.join(GRACE_S + 2 * POLL_S)
 
     def _run(self, task: AgentTask, done: Callable[[Report], None], stop: threading.Event) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="hybridrl-agent-"))
+        # Reported if an unexpected error ends this thread, so that nobody waits for it forever.
+        report = Report(failure=(f"could not be run for {WHERE}", PROGRAM))
+        folder = None
         try:
+            folder = Path(tempfile.mkdtemp(prefix="hybridrl-agent-"))
             report = self._play(task, folder, stop)
         except OSError as error:
             got = f"could not be started for {WHERE}: {error.strerror}: {error.filename}"
             report = Report(failure=(got, "a program that exists"))
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             with self._lock:
                 self._stops.pop(task.key, None)
-        done(report)
-        with self._lock:
-            self._threads.discard(threading.current_thread())
+            done(report)
+            with self._lock:
+                self._threads.discard(threading.current_thread())
 
     def _play(self, task: AgentTask, folder: Path, stop: threading.Event) -> Report:
         work, result = folder / "work", folder / "result.json"

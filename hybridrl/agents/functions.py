@@ -124,18 +124,30 @@ class _Worker:
             _kill(process)
 
     def _begin(self) -> None:
+        """Starts a process, and waits until it can receive tasks."""
+        is_started = threading.Event()
+        # The kernel kills the process when the thread that started it ends. The reading thread
+        # therefore starts it; the calling thread may end earlier.
+        thread = threading.Thread(
+            target=self._serve, args=[is_started], name="agent function", daemon=True
+        )
+        thread.start()
+        is_started.wait()
+
+    def _serve(self, is_started: threading.Event) -> None:
+        process = self._process = self._spawn()
+        is_started.set()
+        self._read(process)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", MODULE, self._path, json.dumps(self._options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=scrubbed_environment({"PYTHONPATH": paths, "HOME": os.environ.get("HOME", "/")}),
             start_new_session=True,
         )
-        thread = threading.Thread(
-            target=self._read, args=[process], name="agent function", daemon=True
-        )
-        thread.start()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None

@@ -26,7 +26,7 @@ from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.tasks import AgentTask, AwakeClock, Report, Runner
 from hybridrl.config.files import replace_text
 from hybridrl.contracts.prompts import Asked
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, error_text
 from hybridrl.rollout.engine import Completion
 
 STATUS_EVERY_S = 1.0
@@ -247,9 +247,10 @@ class AgentHost:
         seconds = self._clock.now() - running.began
         try:
             result = self._sessions.close(session, self._picker)
-        except UserError as error:
+        except Exception as error:  # the user's picker may raise anything
+            mistake = error if isinstance(error, UserError) else _picker_mistake(error)
             with self._lock:
-                self._mistake = self._mistake or error
+                self._mistake = self._mistake or mistake
         else:
             with self._lock:
                 self._finished.append(Finished(key, result, report.reward, failure, limit, seconds))
@@ -275,3 +276,12 @@ class AgentHost:
         with suppress(OSError):  # a full disk must not end the run here
             self._status_file.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._status_file, json.dumps(status) + "\n")
+
+
+def _picker_mistake(error: Exception) -> UserError:
+    return UserError(
+        "agent.rows",
+        f"a function that raised {type(error).__name__}: {error_text(error)}",
+        "a function that returns some of the rows that it receives",
+        "Correct the function.",
+    )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.backend import SamplingTerms, TurnQueue
 from hybridrl.agents.chat_template import ChatTemplate
+from hybridrl.agents.check import check_agent, find_picker
 from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs
-from hybridrl.agents.endpoint import Endpoint
 from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost
-from hybridrl.agents.samples import PICKERS, Budgets, Picker
+from hybridrl.agents.samples import Budgets
 from hybridrl.agents.sessions import Sessions
 from hybridrl.agents.tasks import AwakeClock, Runner
+from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
-from hybridrl.config.own_code import imported
 from hybridrl.config.schema import Config
-from hybridrl.errors import UserError
+from hybridrl.errors import ConfigError
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.replica import ReplicaGroup
@@ -37,6 +38,7 @@ def make_agent_episodes(
     ends: tuple[int, ...],
     vocab_size: int,
     needs_report: bool,
+    notify: Callable[[str], None],
 ) -> AgentEpisodes:
     """Starts the endpoint of this rank's replica and builds the object that runs agents.
 
@@ -44,31 +46,21 @@ def make_agent_episodes(
         ends: Tokens that end a turn.
         vocab_size: Number of tokens of the model.
         needs_report: Whether agents must report a reward.
+        notify: Receives notes on the chat template.
 
     Raises:
         UserError: A value of the section `agent` is wrong, or the endpoint cannot listen. Raised on
             all ranks.
     """
-    with world.all_agree("starting the endpoint for agents"):
+    with world.all_agree("starting the endpoint for agents") as agreement:
         host = None
         if replica.is_first:
-            host = _host(config, world.rank, tokenizer, ends, vocab_size)
+            host, agreement.value = _host(config, world.rank, tokenizer, ends, vocab_size)
+    for note in next((notes for notes in agreement.values if notes), ()):
+        notify(f"agents: {note}")
     # With a lag, other replicas wait for this one every few engine steps.
     waits_s = SHORT_WAIT_S if config.steps.max_policy_lag else LONGEST_WAIT_S
     return AgentEpisodes(replica, host, config.run.seed, waits_s, needs_report)
-
-
-def check_agent(agent: AgentConfig) -> list[UserError]:
-    """Returns the errors that need no model: a function or sandbox that does not exist."""
-    if not agent.is_on:
-        return []
-    found = []
-    for check in (_checked_function, _picker, _checked_sandbox):
-        try:
-            check(agent)
-        except UserError as error:
-            found.append(error)
-    return found
 
 
 def _host(
@@ -77,10 +69,14 @@ def _host(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
-) -> AgentHost:
+) -> tuple[AgentHost, list[str]]:
+    """Returns the host of this rank's replica, and notes on the chat template."""
     agent, rollout, logs = config.agent, config.rollout, run_folder(config) / "logs"
     if found := check_agent(agent):
-        raise found[0]
+        raise ConfigError(found)
+    # aiohttp is an optional package, which `check_agent` requires.
+    from hybridrl.agents.endpoint import Endpoint
+
     # The endpoint renders in its own thread, and tokenizers must not be shared by threads.
     own = copy.deepcopy(tokenizer)
     has_template = bool(getattr(own, "chat_template", None))
@@ -94,17 +90,18 @@ def _host(
         takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
     )
     queue, clock = TurnQueue(terms), AwakeClock()
-    source = template.source if template is not None else ""
+    reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
+    notes = [] if template is None else template_notes(template, reader)
     endpoint = Endpoint(
         sessions,
         queue,
         own,
         vocab_size=vocab_size,
         host=agent.host,
-        reader=TurnReader.for_template(source, agent.tool_format),
+        reader=reader,
         model=MODEL_NAME,
     )
-    return AgentHost(
+    host = AgentHost(
         sessions=sessions,
         queue=queue,
         endpoint=endpoint.start(),
@@ -117,10 +114,11 @@ def _host(
             max_sampled_tokens=agent.max_sampled_tokens,
             max_row_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
         ),
-        picker=_picker(agent),
+        picker=find_picker(agent),
         concurrency=agent.concurrency,
         status_file=logs / f"rank_{rank}.agents",
     )
+    return host, notes
 
 
 def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:
@@ -142,33 +140,3 @@ def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:
         logs=logs,
         sandbox=Bubblewrap() if agent.sandbox == "bubblewrap" else None,
     )
-
-
-def _picker(agent: AgentConfig) -> Picker:
-    if agent.rows in PICKERS:
-        return PICKERS[agent.rows]
-    picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")
-    return picker
-
-
-def _checked_function(agent: AgentConfig) -> None:
-    if agent.function is not None:
-        _callable("agent.function", agent.function)
-
-
-def _checked_sandbox(agent: AgentConfig) -> None:
-    if agent.sandbox == "bubblewrap":
-        Bubblewrap()
-
-
-def _callable(key: str, path: str, others: str = "") -> Picker:
-    allowed = f"{others}package.module:function"
-    try:
-        found = imported(path)
-    except ImportError as error:
-        raise UserError(key, path, allowed, f"Importing it failed: {error}.") from error
-    if not callable(found):
-        kind = type(found).__name__
-        raise UserError(key, path, allowed, f"It is a {kind}, which cannot be called.")
-    checked: Picker = found
-    return checked

@@ -120,6 +120,7 @@ class Run:
             data.tokenizer,
             reward_models=roles.reward_models,
             placement=placement,
+            notify=notify,
         )
         for note in agent_notes(config, data.tokenizer, self.sampler.sampling.stop_token_ids):
             notify(note)

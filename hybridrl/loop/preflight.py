@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridrl.agents.check import check_agent
 from hybridrl.checkpoint.folders import (
     EXPORTS,
     HF_FILES,
@@ -589,6 +590,7 @@ def _own_code(config: Config) -> Iterator[UserError]:
     """
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
+    yield from check_agent(config.agent)
     terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.terms().items()}
     for key, algorithm in {"algorithm": config.algorithm, **terms}.items():
         module, colon, _ = algorithm.name.partition(":")

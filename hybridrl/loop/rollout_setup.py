@@ -212,6 +212,7 @@ def make_sampler(
     tokenizer: PreTrainedTokenizerBase,
     reward_models: Sequence[RewardModel],
     placement: Placement,
+    notify: Callable[[str], None],
 ) -> Sampler:
     """Builds this rank's sampler; collective."""
     world, source = model.world, model.source
@@ -227,7 +228,7 @@ def make_sampler(
 
         vocab_size, needs_report = source.shape.vocab_size, scorer.counts_turns
         episodes = make_agent_episodes(
-            config, world, replica, tokenizer, ends, vocab_size, needs_report
+            config, world, replica, tokenizer, ends, vocab_size, needs_report, notify
         )
     else:
         episodes = make_episodes(config, world, replica, source, tokenizer, ends)

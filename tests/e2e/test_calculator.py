@@ -67,6 +67,22 @@ def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.dist
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_agent_learns_to_call_the_calculator(warm: Path, lag: int) -> None:
+    named = (f"run.name=agent-{lag}", f"steps.max_policy_lag={lag}")
+    given = settings(warm, *named, "steps.num_steps=16", "steps.eval_every=0")
+    run("train", ROOT / "examples" / "agents" / "grpo.yaml", *given, "--world", "2", timeout_s=500)
+    lines = (warm / f"agent-{lag}" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    first, last = (sum(r["reward/mean"] for r in part) / 3 for part in (records[:3], records[-3:]))
+    assert first < 0.45 and last > first + 0.25, (first, last)
+    assert records[0]["agent/turns_mean"] < 1.5 < 1.8 < records[-1]["agent/turns_mean"]
+    summary = json.loads((warm / f"agent-{lag}" / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.1 and summary["accuracy_after"] > 0.6
+
+
+@pytest.mark.full
+@pytest.mark.dist
 @pytest.mark.parametrize("engine", PACKAGED)
 def test_a_replica_of_two_ranks_has_turns_too(warm: Path, engine: str) -> None:
     named = (f"rollout.engine={engine}", f"run.name={engine}")

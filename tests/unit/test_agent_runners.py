@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -214,6 +215,15 @@ def test_functions_that_are_late_or_end_their_process_fail_and_a_new_process_sta
     dying.close()
 
 
+def test_a_worker_outlives_the_thread_that_needed_it(tmp_path):
+    runner, reports = function_runner(tmp_path, "napping"), Queue[Report]()
+    thread = threading.Thread(target=runner.start, args=[task_of(0), reports.put])
+    thread.start()
+    thread.join()
+    assert reports.get(timeout=20) == Report(1.0)
+    runner.close()
+
+
 class Held:
     """A runner whose agents end when the test says so."""
 
@@ -231,6 +241,34 @@ class Held:
         self.done = {}
 
 
+def host_of(folder: Path, runner: Held, sessions: Sessions, picker: Any = pick_all) -> AgentHost:
+    return AgentHost(
+        sessions=sessions,
+        queue=TurnQueue(SamplingTerms(1.0, 100)),
+        endpoint=NoEndpoint(),
+        runner=runner,
+        clock=AwakeClock(),
+        model="policy",
+        budgets=Budgets(),
+        picker=picker,
+        concurrency=2,
+        status_file=folder / "logs" / "rank_0.agents",
+    )
+
+
+def test_an_error_in_the_users_choice_of_rows_ends_the_run(tmp_path):
+    def broken(rows: Any) -> Any:
+        raise KeyError("no rows")
+
+    runner = Held()
+    host = host_of(tmp_path, runner, Sessions(100, None), picker=broken)
+    host.begin(Assignment(0, 0, 0, "2+2=", {}))
+    runner.done[0](Report(1.0))
+    with pytest.raises(UserError, match="raised KeyError"):
+        host.take_finished()
+    host.close()
+
+
 class NoEndpoint:
     url = "http://127.0.0.1:1"
 
@@ -240,19 +278,8 @@ class NoEndpoint:
 
 def test_a_host_limits_programs_returns_each_once_and_reports_its_state(tmp_path):
     sessions, runner = Sessions(100, None), Held()
-    queue = TurnQueue(SamplingTerms(1.0, 100))
-    host = AgentHost(
-        sessions=sessions,
-        queue=queue,
-        endpoint=NoEndpoint(),
-        runner=runner,
-        clock=AwakeClock(),
-        model="policy",
-        budgets=Budgets(),
-        picker=pick_all,
-        concurrency=2,
-        status_file=tmp_path / "logs" / "rank_0.agents",
-    )
+    host = host_of(tmp_path, runner, sessions)
+    queue = host._queue
     for key in range(5):
         host.begin(Assignment(key, 0, key, "2+2=", {}))
     assert list(runner.done) == [0, 1] and len(sessions) == 2

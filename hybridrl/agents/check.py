@@ -1,0 +1,71 @@
+"""Checks the section `agent` without a model. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from hybridrl.agents.command import Bubblewrap
+from hybridrl.agents.samples import PICKERS, Picker
+from hybridrl.config.agent import AgentConfig
+from hybridrl.config.own_code import imported
+from hybridrl.errors import UserError
+
+
+def check_agent(agent: AgentConfig) -> list[UserError]:
+    """Returns the errors that need no model: a missing package, function or sandbox."""
+    if not agent.is_on:
+        return []
+    found = []
+    for check in (_checked_package, _checked_function, find_picker, _checked_sandbox):
+        try:
+            check(agent)
+        except UserError as error:
+            found.append(error)
+    return found
+
+
+def find_picker(agent: AgentConfig) -> Picker:
+    """Returns the function that chooses the rows of a session.
+
+    Raises:
+        UserError: The function does not exist.
+    """
+    if agent.rows in PICKERS:
+        return PICKERS[agent.rows]
+    picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")
+    return picker
+
+
+def _checked_package(agent: AgentConfig) -> None:
+    if find_spec("aiohttp") is None:
+        raise UserError(
+            "agent",
+            "a section, but the package aiohttp is not installed",
+            "a section if aiohttp is installed",
+            "Run: pip install 'hybridrl[agents]'",
+        )
+
+
+def _checked_function(agent: AgentConfig) -> None:
+    if agent.function is not None:
+        _callable("agent.function", agent.function)
+
+
+def _checked_sandbox(agent: AgentConfig) -> None:
+    if agent.sandbox == "bubblewrap":
+        Bubblewrap()
+
+
+def _callable(key: str, path: str, others: str = "") -> Callable[..., Any]:
+    allowed = f"{others}package.module:function"
+    try:
+        found = imported(path)
+    except ImportError as error:
+        raise UserError(key, path, allowed, f"Importing it failed: {error}.") from error
+    if not callable(found):
+        kind = type(found).__name__
+        raise UserError(key, path, allowed, f"It is a {kind}, which cannot be called.")
+    checked: Callable[..., Any] = found
+    return checked

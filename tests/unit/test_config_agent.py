@@ -1,0 +1,95 @@
+"""The section `agent`: its values, its rules, and the default reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridrl.agents.check import check_agent
+from hybridrl.config.agent import AgentConfig
+from hybridrl.config.identity import identity
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.rules import check
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+
+
+def config_of(agent: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    given: dict[str, Any] = {
+        "run": {"name": "x"},
+        "model": {"init": "x"},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": "x"},
+        "agent": agent,
+    }
+    return load_config_dict({**given, **sections})
+
+
+def test_by_default_the_reward_is_the_reported_one():
+    assert config_of({"command": "true"}).reward.function == "agent"
+    assert config_of({}).reward.function == "exact_match"
+    chosen = config_of({"command": "true"}, reward={"function": "math"})
+    assert chosen.reward.function == "math"
+    assert not [one for one in check(chosen, 1) if "agent" in one.name or "reward" in one.name]
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ({"command": "a", "function": "a:b"}, "no value if function is set"),
+        ({"command": []}, "at least one word"),
+        ({"max_turns": 3}, "no value unless agent.command or function is set"),
+        ({"command": "a", "options": {"x": 1}}, "no value unless agent.function is set"),
+        ({"function": "a:b", "env": {"x": "y"}}, "no value unless agent.command is set"),
+        ({"function": "a:b", "sandbox": "bubblewrap"}, "none unless agent.command is set"),
+        ({"command": "a", "rows": "best"}, "all, last, longest or package.module:function"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(agent, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(agent)
+
+
+@pytest.mark.parametrize(
+    ("sections", "name"),
+    [
+        ({"environment": {"name": "calculator"}}, "environment.name"),
+        ({"algorithm": {"name": "sft"}}, "agent"),
+        ({"algorithm": {"name": "online_dpo"}}, "algorithm.name"),
+        ({"algorithm": {"name": "grpo", "router_replay": "rollout"}}, "algorithm.router_replay"),
+        ({"rollout": {"stop_strings": ["x"]}}, "rollout.stop_strings"),
+        ({"reward": {"function": "reward_model", "options": {"path": "x"}}}, "reward.function"),
+        (
+            {"reward": {"functions": {"a": {"function": "agent"}, "b": {"function": "agent"}}}},
+            "reward.function",
+        ),
+    ],
+)
+def test_sections_that_agents_do_not_support_are_named(sections, name):
+    found = {one.name for one in check(config_of({"command": "true"}, **sections), 1)}
+    assert name in found
+    assert name not in {one.name for one in check(config_of({"command": "true"}), 1)}
+
+
+def test_a_reported_reward_needs_an_agent_and_a_turn_fits_into_the_context():
+    found = check(config_of({}, reward={"function": "agent"}), 1)
+    assert "reward.function" in {one.name for one in found}
+    found = check(config_of({"command": "true", "max_turn_tokens": 10**6}), 1)
+    assert "agent.max_turn_tokens" in {one.name for one in found}
+
+
+def test_functions_and_sandboxes_are_looked_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wrong = AgentConfig(function="own_agents:missing", rows="no_module_at_all:f")
+    assert [one.name for one in check_agent(wrong)] == ["agent.function", "agent.rows"]
+    sandboxed = AgentConfig(command="true", sandbox="bubblewrap")
+    assert [one.name for one in check_agent(sandboxed)] == ["agent.sandbox"]
+    assert check_agent(AgentConfig(function="own_agents:silent")) == []
+
+
+def test_speed_and_variables_do_not_identify_a_run():
+    one = identity(config_of({"command": "true"}))
+    fast = {"command": "true", "concurrency": 2, "timeout_s": 5.0, "env": {"A": "b"}}
+    assert identity(config_of(fast)) == one
+    assert identity(config_of({"command": "true", "max_turns": 2})) != one
