@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def draw_adapter(wrapped: Any, seed: int) -> None:
             if "lora_" in name:
                 scale = 0.6 * parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.3
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+
+
+def save_adapter(wrapped: Any, folder: Path) -> None:
+    """Writes the adapter as PEFT does."""
+    wrapped.save_pretrained(folder)
 
 
 def hf_tensors(wrapped: Any, lora: Lora) -> dict[str, Tensor]:

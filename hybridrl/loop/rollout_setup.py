@@ -30,7 +30,6 @@ from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.adapters.rows import base_of
-from hybridrl.models.adapters.slots import slot_rules
 from hybridrl.models.sources import TrainingShard, WeightSource
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping
@@ -43,6 +42,7 @@ from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
+from hybridrl.rollout.held_adapters import why_merged
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -74,12 +74,9 @@ def holds_adapters(
     """Whether the engine holds the model's LoRA adapters next to the weights. If it cannot, it
     receives weights with the adapters merged into them, which `notify` reports.
     """
-    traits, family = ENGINES[rollout.engine], source.family
-    if family.lora is None:
+    if source.family.lora is None:
         return False
-    reasons = [] if traits.takes_adapters else [f"the {rollout.engine} engine takes no adapters"]
-    if traits.takes_adapters and traits.has_fused_parameters:
-        reasons += [f"{e.name}: {e.allowed}" for e in slot_rules(family, source.shape)]
+    reasons = why_merged(rollout.engine, source.family, source.shape)
     if reasons and notify is not None:
         notify(
             f"warning: the engine generates with merged weights ({reasons[0]}); in 16 bits they "

@@ -5,11 +5,12 @@ Every adapter's `build` takes `EngineInputs` and uses the fields that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.hybrid_engine.target import WeightTarget
@@ -31,6 +32,7 @@ class EngineInputs:
         timeout_s: Time limit of the engine's collectives.
         shard: The trainer's parameters on this rank, whose addresses must not change; None if the
             engine must use its own memory.
+        adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
     """
 
     rollout: RolloutConfig
@@ -45,6 +47,7 @@ class EngineInputs:
     timeout_s: float
     shard: TrainingShard | None
     records_experts: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def dtype_name(self) -> str:
@@ -71,6 +74,25 @@ class SharingEngine(EngineAdapter, Protocol):
 
     shared: frozenset[str]
     """Names of the engine's tensors that use the trainer's memory."""
+
+
+@runtime_checkable
+class AdapterEngine(EngineAdapter, Protocol):
+    """An engine with the trait `takes_adapters`, of a family with adapters.
+
+    It holds several adapters at the same time, and each request names its adapter. Weight transfers
+    write the policy's adapter, which is part of `tensors`. The others are written by
+    common/other_adapters.py, between `begin_update` and `finish_update`.
+    """
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of all adapters, the policy's first."""
+
+    def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
+        """Returns the memory of an adapter, by the names that the policy's adapter has in `layout`.
+        Raises KeyError for an unknown name.
+        """
 
 
 def build(inputs: EngineInputs) -> EngineAdapter:

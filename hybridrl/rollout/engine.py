@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from hybridrl.contracts.blobs import Array, Blobs, blobs_from_json
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
+from hybridrl.models.adapters.slots import POLICY
 from hybridrl.rollout.common.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
@@ -112,6 +113,8 @@ class Request(_Versioned):
         blobs: Recorded arrays for prompt and response so far, by name; never modified.
         versions: Weight versions of `tokens` if several generated them; empty if all tokens have
             `version`.
+        adapter: Name of the LoRA adapter with which the engine computes the response; None for the
+            model without adapters. Engines without adapters ignore it.
     """
 
     request_id: int
@@ -123,6 +126,7 @@ class Request(_Versioned):
     version: int | None = None
     blobs: Blobs = field(default_factory=dict, compare=False)
     versions: Versions = ()
+    adapter: str | None = POLICY
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
@@ -152,6 +156,19 @@ class Request(_Versioned):
         }
         others = {name: value for name, value in fields.items() if name != "experts"}
         return Request(**{**others, **rebuilt})
+
+
+def unknown_adapter(request: Request, adapters: Sequence[str]) -> Iterator[ValueError]:
+    """Yields an error if a request names an adapter that an engine with adapters does not hold.
+
+    Args:
+        adapters: Names of the engine's adapters; empty for an engine without adapters.
+    """
+    if adapters and request.adapter not in (None, *adapters):
+        yield ValueError(
+            f"request {request.request_id} names adapter {request.adapter!r}; the engine has "
+            f"{', '.join(adapters)}"
+        )
 
 
 @dataclass(frozen=True)

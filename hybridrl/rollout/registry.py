@@ -39,6 +39,8 @@ class EngineTraits:
             stay where they are trained; otherwise the engine assigns experts in its own order.
         takes_adapters: Whether it can hold LoRA adapters next to the weights; otherwise it receives
             weights with the adapters merged into them.
+        adapts_direct_latents: Whether these adapters may be on the first layers of latent attention
+            whose queries are computed directly from the input.
         records_experts: Whether it can record the experts chosen for each token.
         sleeps: Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/
             was compiled, gradients use that memory meanwhile, so that a GPU does not need room for
@@ -69,6 +71,7 @@ class EngineTraits:
     takes_experts: bool = False
     takes_expert_maps: bool = False
     takes_adapters: bool = False
+    adapts_direct_latents: bool = False
     records_experts: bool = False
     sleeps: bool = False
     shares_memory: bool = False
@@ -123,6 +126,7 @@ ENGINES = {
         takes_expert_maps=True,
         records_experts=True,
         takes_adapters=True,
+        adapts_direct_latents=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,
@@ -143,6 +147,7 @@ ENGINES = {
         is_expert_parallel=True,
         takes_experts=True,
         records_experts=True,
+        takes_adapters=True,
         has_fused_parameters=True,
         sleeps=True,
         shares_memory=True,

@@ -1,14 +1,23 @@
-"""Engines that hold a LoRA adapter: PEFT on transformers' model is the oracle."""
+"""Engines that hold LoRA adapters: PEFT on transformers' model is the oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from adapter_cases import draw_adapter, hf_tensors, merge_random, with_adapter, write_tensors
+from adapter_cases import (
+    draw_adapter,
+    hf_tensors,
+    merge_random,
+    save_adapter,
+    with_adapter,
+    write_tensors,
+)
 from engine_cases import (
+    ALL_MODELS,
     LOGP_TOLERANCE,
     MIXED,
     PACKAGED_ALL,
@@ -20,36 +29,58 @@ from engine_cases import (
     opened,
     start_packaged,
 )
-from packaged import needs
+from packaged import CLASSES, needs
 from torch import Tensor
 
-from hybridrl.errors import ModelError, UserError
+from hybridrl.errors import CheckpointError, ModelError, UserError
 from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
+from hybridrl.models.adapters.peft_directory import read_peft
 from hybridrl.models.adapters.rows import adapted, base_of, target_names
-from hybridrl.models.adapters.slots import is_slot
+from hybridrl.models.adapters.slots import POLICY, is_slot
 from hybridrl.models.family import Family, resolve_family
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import fused_layout
-from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.rollout.common.other_adapters import keep_policy, read_adapter
+from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.registry import ENGINES
 
-pytestmark = [*needs("vllm"), pytest.mark.usefixtures("process_group", "closed_engines")]
+pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
 
-QWEN2, MIXTURE, LATENT = "vllm-qwen2-tied", "vllm-qwen3-moe", "vllm-deepseek-v3"
-SINKS = "vllm-gpt-oss"
+# The first engine of a package takes seconds to import, which other contract tests do anyway.
+HOLDING = [pytest.param(name, marks=needs(name)) for name in CLASSES] + ["hf"]
+QWEN2, MIXTURE, LATENT, DIRECT = "qwen2-tied", "qwen3-moe", "deepseek-v3", "deepseek-v3-plain"
+SINKS = "gpt-oss"
+LATENT_TARGETS = (
+    *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"),
+    *("up_proj", "down_proj"),
+)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(STOP,))
+
+
+def name_of(engine: str, model: str) -> str:
+    """Returns the name of an engine's variant of a model."""
+    return model if engine == "hf" else f"{engine}-{model}"
 
 
 def family_of(name: str, lora: Lora) -> tuple[Family, list[str]]:
     """Returns the family of an engine's model with adapters, and the names of adapted layers."""
-    plain = resolve_family(None, PACKAGED_ALL[name])
-    names = target_names(plain, plain.shape(PACKAGED_ALL[name]))
+    plain = resolve_family(None, ALL_MODELS[name])
+    names = target_names(plain, plain.shape(ALL_MODELS[name]))
     return adapted(plain, lora), [one for one in names if {one, ALL_LINEAR} & {*lora.targets}]
 
 
-def worst_logp(engine: Any, peft: Any, sampling: Any, seed: int = 0) -> float:
+def start(engine: str, name: str, family: Family, adapters: tuple[str, ...] = ()) -> Any:
+    """Starts an engine with the policy's adapter and others."""
+    if engine == "hf":
+        config = ALL_MODELS[name]
+        return HfEngine(config, "float32", "cpu", 8, family, adapters=adapters)
+    return start_packaged(name, family=family, adapters=adapters)
+
+
+def differences(engine: Any, peft: Any, requests: list[Request]) -> float:
     """Returns the largest difference of log-probabilities; inf if a greedy token differs."""
-    requests, worst = make_requests(5, sampling, seed), 0.0
+    worst = 0.0
     for request, done in zip(requests, generate(engine, requests), strict=True):
         expected = expected_logps(peft, request, done)
         worst = max(worst, float((expected - torch.tensor(done.logps)).abs().max()))
@@ -59,26 +90,25 @@ def worst_logp(engine: Any, peft: Any, sampling: Any, seed: int = 0) -> float:
     return worst
 
 
-def test_vllm_engine_with_an_adapter_generates_as_peft_does_after_every_update() -> None:
+def worst_logp(engine: Any, peft: Any, sampling: Any, seed: int = 0) -> float:
+    """Returns what `differences` returns for five requests."""
+    return differences(engine, peft, make_requests(5, sampling, seed))
+
+
+@pytest.mark.parametrize("engine_name", HOLDING)
+def test_engine_with_an_adapter_generates_as_peft_does_after_every_update(engine_name: str) -> None:
     """Rank 4 in slots of rank 8, all linear layers, biases of q, k and v."""
-    lora = Lora(4, 10.0)
-    family, targets = family_of(QWEN2, lora)
-    engine = start_packaged(QWEN2, family=family)
+    lora, name = Lora(4, 10.0), name_of(engine_name, QWEN2)
+    family, targets = family_of(name, lora)
+    engine = start(engine_name, name, family)
     addresses = {name: tensor.data_ptr() for name, tensor in engine.tensors().items()}
-    peft = with_adapter(make_reference(QWEN2), lora, targets, seed=0)
+    peft = with_adapter(make_reference(name), lora, targets, seed=0)
     tensors = hf_tensors(peft, lora)
     write_tensors(engine, tensors, 0)
     assert worst_logp(engine, peft, MIXED) < LOGP_TOLERANCE
     with peft.disable_adapter():
         assert worst_logp(engine, peft, GREEDY) > 0.1, "the adapter changes something"
-    taken, take_steps = [], engine._decoding.take_steps
-
-    def noted() -> Any:
-        steps = take_steps()
-        taken.extend(steps)
-        return steps
-
-    engine._decoding.take_steps = noted
+    taken: list[Any] = noted_steps(engine) if engine_name == "vllm" else [True]
     for version in range(1, 21):
         engine.sleep(keeps_memory=version % 2 == 0)
         draw_adapter(peft, version)
@@ -90,7 +120,84 @@ def test_vllm_engine_with_an_adapter_generates_as_peft_does_after_every_update()
     found = {name: tensor.data_ptr() for name, tensor in engine.tensors().items()}
     assert found == addresses
     check_faults(engine, peft, tensors, before)
-    check_unused(engine, peft, tensors)
+    if engine_name != "hf":
+        check_unused(engine, peft, tensors)
+
+
+def noted_steps(engine: Any) -> list[Any]:
+    """Returns a list to which each step that the shortcuts of vLLM's scheduler take is added."""
+    taken, take_steps = [], engine._decoding.take_steps
+
+    def noted() -> Any:
+        steps = take_steps()
+        taken.extend(steps)
+        return steps
+
+    engine._decoding.take_steps = noted
+    return taken
+
+
+@pytest.mark.parametrize("engine_name", HOLDING)
+def test_requests_of_one_batch_use_the_adapters_that_they_name(engine_name: str, tmp_path) -> None:
+    """The policy, an earlier version of it, a PEFT directory of another rank and of other layers,
+    and the model without adapters. Requests have the same prompts.
+    """
+    lora, name = Lora(4, 10.0), name_of(engine_name, QWEN2)
+    family, targets = family_of(name, lora)
+    engine = start(engine_name, name, family, ("earlier", "other"))
+    assert list(engine.adapters) == [POLICY, "earlier", "other"]
+    models = {
+        key: with_adapter(make_reference(name), lora, targets, 3) for key in (POLICY, "earlier")
+    }
+    narrow = Lora(2, 6.0, ("q_proj", "down_proj"))
+    models["other"] = with_adapter(make_reference(name), narrow, ["q_proj", "down_proj"], 5)
+    models[None] = make_reference(name)
+    save_adapter(models["other"], tmp_path)
+    write_tensors(engine, hf_tensors(models["earlier"], lora), 0)
+    engine.begin_update()
+    keep_policy(engine, "earlier")
+    read_adapter(engine, "other", read_peft(tmp_path))
+    engine.finish_update(0)
+    taken: list[Any] = noted_steps(engine) if engine_name == "vllm" else [True]
+    for version in range(1, 4):
+        engine.sleep()
+        draw_adapter(models[POLICY], 10 + version)
+        write_tensors(engine, hf_tensors(models[POLICY], lora), version)
+        check_each(engine, models)
+    assert taken
+    refuse_adapters(engine, tmp_path, name)
+
+
+def check_each(engine: Any, models: Mapping[str | None, Any]) -> None:
+    """Compares every adapter with its own model, in one batch, and with another's."""
+    requests = [
+        replace(request, request_id=10 * request.request_id + place, adapter=key)
+        for place, key in enumerate(models)
+        for request in make_requests(2, GREEDY)
+    ]
+    requests.sort(key=lambda request: request.request_id)  # neighbours have other adapters
+    done = dict(zip(requests, generate(engine, requests), strict=True))
+    for request, one in done.items():
+        tokens = full_logits(models[request.adapter], request, one).argmax(-1).tolist()
+        assert tokens == list(one.tokens), request.adapter
+        expected = expected_logps(models[request.adapter], request, one)
+        assert (expected - torch.tensor(one.logps)).abs().max() < LOGP_TOLERANCE, request.adapter
+    answers = {(request.adapter, one.tokens) for request, one in done.items()}
+    assert len({tokens for _, tokens in answers}) > len(models), "adapters differ"
+
+
+def refuse_adapters(engine: Any, folder: Any, name: str) -> None:
+    """Adapters that an engine does not hold, or cannot hold, are refused by name."""
+    request = replace(make_requests(1, GREEDY)[0], adapter="nobody")
+    with pytest.raises(ValueError, match="names adapter 'nobody'; the engine has policy, earlier"):
+        engine.submit([request])
+    assert not engine.has_unfinished
+    with pytest.raises(KeyError, match="nobody"):
+        engine.adapter_tensors("nobody")
+    wide = Lora(12, 6.0, ("q_proj",))
+    save_adapter(with_adapter(make_reference(name), wide, ["q_proj"], 5), folder / "wide")
+    with pytest.raises(CheckpointError, match="got rank 12; allowed: at most"):
+        read_adapter(engine, "other", read_peft(folder / "wide"))
 
 
 def check_faults(
@@ -128,30 +235,39 @@ def check_faults(
 
 def check_unused(engine: Any, peft: Any, tensors: Mapping[str, Tensor]) -> None:
     """Memory that was lent has other content; an update must clear what no adapter fills. An
-    adapter that vLLM has dropped must be noticed.
+    adapter that the package has dropped must be noticed.
     """
     for name, tensor in engine.tensors().items():
         if is_slot(name):
             tensor.fill_(7.0)
     write_tensors(engine, dict(tensors), 31)
     assert worst_logp(engine, peft, GREEDY) < LOGP_TOLERANCE
-    engine._live.llm.engine_core.engine_core.model_executor.driver_worker.worker.remove_lora(1)
-    with pytest.raises(RuntimeError, match=r"adapters \[None\] in its slots"):
+    if engine.name == "vllm":
+        engine._live.llm.engine_core.engine_core.model_executor.driver_worker.worker.remove_lora(1)
+        message = r"adapters \[None, None\] in its slots"
+    else:
+        engine._scheduler.tp_worker.model_runner.lora_manager.memory_pool.remove_lora(POLICY)
+        message = "adapter policy in slot None instead of 1"
+    with pytest.raises(RuntimeError, match=message):
         write_tensors(engine, dict(tensors), 32)
 
 
+@pytest.mark.parametrize("engine_name", HOLDING[:-1])
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("model", "targets"),
     [
         (QWEN2, ("q_proj", "up_proj")),  # k, v and gate have slots without an adapter
         (MIXTURE, (ALL_LINEAR,)),
         pytest.param(SINKS, (ALL_LINEAR,), marks=pytest.mark.full),
-        (LATENT, ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "up_proj", "down_proj")),
+        (LATENT, LATENT_TARGETS),
     ],
 )
-def test_vllm_engine_adapts_some_layers_and_shares_the_trainers_memory(
-    name: str, targets: tuple[str, ...]
+def test_engine_adapts_some_layers_and_shares_the_trainers_memory(
+    engine_name: str, model: str, targets: tuple[str, ...]
 ) -> None:
+    name = name_of(engine_name, model)
+    if name not in PACKAGED_ALL:
+        pytest.skip(f"{engine_name} refuses {model}")
     family, _ = family_of(name, Lora(8, 12.0, targets))
     shape, shard = family.shape(PACKAGED_ALL[name]), None
     merged, tensors = merge_random(make_reference(name), family, shape, seed=5)
@@ -171,22 +287,40 @@ def test_vllm_engine_adapts_some_layers_and_shares_the_trainers_memory(
     assert not any(one.endswith(("gate.base_layer", "experts.base_layer")) for one in wrapped)
 
 
-def test_engines_refuse_adapters_that_they_cannot_hold() -> None:
-    family, _ = family_of(LATENT, Lora(8, 8.0))
-    with pytest.raises(UserError, match="targets without kv_b_proj"):
-        start_packaged(LATENT, family=family)
+@pytest.mark.parametrize("engine_name", HOLDING[:-1])
+def test_engines_refuse_adapters_that_they_cannot_hold(engine_name: str) -> None:
+    refused = [(LATENT, "kv_b_proj")]
+    refused += [(DIRECT, "kv_a_proj_with_mqa and q_proj")] * (engine_name == "sglang")
+    for model, layers in refused:
+        targets = (ALL_LINEAR,) if model == LATENT else ("q_proj", "kv_a_proj_with_mqa", "o_proj")
+        family, _ = family_of(name_of(engine_name, model), Lora(8, 8.0, targets))
+        with pytest.raises(UserError, match=f"targets without {layers}"):
+            start(engine_name, name_of(engine_name, model), family)
     assert not opened
-    assert [name for name, traits in ENGINES.items() if traits.takes_adapters] == ["hf", "vllm"]
+    assert [one for one, traits in ENGINES.items() if traits.takes_adapters] == [
+        *("hf", "vllm", "sglang")
+    ]
 
 
-def test_vllm_engine_refuses_slots_of_another_shape(monkeypatch) -> None:
-    from hybridrl.rollout.vllm import adapter
+@pytest.mark.parametrize("engine_name", HOLDING[:-1])
+def test_engine_refuses_slots_of_another_shape(engine_name: str, monkeypatch) -> None:
+    import importlib
 
-    real = adapter.slot_tensors
-    some = "model.layers.0.self_attn.qkv_proj.lora_b_stacked.1"
-    monkeypatch.setattr(
-        adapter, "slot_tensors", lambda model: {**real(model), some: real(model)[some].T}
+    adapters = importlib.import_module(f"hybridrl.rollout.{engine_name}.adapters")
+    module = (
+        adapters
+        if engine_name == "sglang"
+        else importlib.import_module("hybridrl.rollout.vllm.adapter")
     )
-    family, _ = family_of(QWEN2, Lora(8, 8.0))
+    real = adapters.slot_tensors
+    some = "model.layers.0.self_attn.qkv_proj.lora_b_stacked.1"
+
+    def turned(*args: Any) -> dict[str, Tensor]:
+        found = real(*args)
+        return {**found, some: found[some].T}
+
+    monkeypatch.setattr(module, "slot_tensors", turned)
+    name = name_of(engine_name, QWEN2)
+    family, _ = family_of(name, Lora(8, 8.0))
     with pytest.raises(ModelError, match=f"engine parameter {some}: got shape"):
-        start_packaged(QWEN2, family=family)
+        start(engine_name, name, family)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from packaged import needs
+from packaged import PACKAGED
 
 WORKER = str(Path(__file__).with_name("lora_engine_worker.py"))
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=needs("vllm"))])
+@pytest.mark.parametrize("engine", PACKAGED)
 def test_an_engine_split_over_ranks_generates_with_its_adapter_as_peft_does(engine: str) -> None:
     run_ranks(2, WORKER, [engine], timeout_s=300)

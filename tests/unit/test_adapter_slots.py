@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from hybridrl.models.weights import (
     megatron_layout,
 )
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.held_adapters import holds_adapters, why_merged
 
 LLAMA, PHI3 = resolve_family("llama", {}), resolve_family("phi3", {})
 SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True)
@@ -126,7 +128,17 @@ def test_slots_have_a_rank_that_the_engine_allows() -> None:
 def test_adapters_of_copied_weights_are_refused() -> None:
     shape = ModelShape(4, 16, 8, 8, 4, 32, 100, moe=MoeShape(8, 2, 12), latent=LATENT)
     plain = resolve_family("deepseek_v3", {})
-    (error,) = slot_rules(adapted(plain, Lora(8, 1.0)), shape)
+    (error,) = slot_rules(adapted(plain, Lora(8, 1.0)), shape, True)
     assert "targets without kv_b_proj" in str(error) and "q_a_proj, " in str(error)
-    assert not list(slot_rules(adapted(plain, Lora(8, 1.0, ("q_b_proj", "o_proj"))), shape))
-    assert not list(slot_rules(plain, shape))
+    some = adapted(plain, Lora(8, 1.0, ("q_b_proj", "o_proj")))
+    assert not list(slot_rules(some, shape, False))
+    assert not list(slot_rules(plain, shape, False))
+    direct = replace(shape, latent=replace(LATENT, query_rank=0))
+    family = adapted(plain, Lora(8, 1.0, ("q_proj", "o_proj")))
+    assert not list(slot_rules(family, direct, True))
+    assert why_merged("vllm", family, direct) == []
+    (reason,) = why_merged("sglang", family, direct)
+    assert "targets without q_proj, because the engine has no slots" in reason
+    assert holds_adapters("hf", adapted(plain, Lora(8, 1.0)), shape)
+    assert not holds_adapters("vllm", adapted(plain, Lora(8, 1.0)), shape)
+    assert not holds_adapters("vllm", plain, shape)

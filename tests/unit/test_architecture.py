@@ -111,6 +111,7 @@ WALLS = {
         f"rollout/sglang/{part}.py"
         for part in (
             "adapter",
+            "adapters",
             "latent",
             "memory",
             "routing",

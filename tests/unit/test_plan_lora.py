@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hybridrl.models.family import read_model
 from hybridrl.models.trainable import synced_family
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.host_gpus import Host
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.choose import search, search_with_adapters
 from hybridrl.services.planner.hardware import GIB, ClusterFile, assume
@@ -89,7 +91,9 @@ def test_an_engine_that_holds_adapters_shares_the_base_and_receives_adapters_alo
     assert "each sync sends the adapters, 161 MB per engine" in plan_text(report)
 
 
-def test_other_engines_receive_the_adapted_weights_and_share_nothing() -> None:
+def test_other_engines_receive_the_adapted_weights_and_share_nothing(monkeypatch) -> None:
+    without = replace(ENGINES["sglang"], takes_adapters=False)
+    monkeypatch.setitem(ENGINES, "sglang", without)
     report = plan(LORA, engine="sglang")
     assert report["lora"]["engine_holds_adapters"] is False
     assert report["lora"]["sync_bytes"] == 2 * (BASE - EMBEDDINGS - NORMS_AND_BIASES)

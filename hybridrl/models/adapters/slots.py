@@ -10,7 +10,7 @@ them too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridrl.errors import UserError
@@ -19,10 +19,14 @@ from hybridrl.models.adapters.rows import HF_B, only_adapters
 from hybridrl.models.family import Family, ModelShape
 
 SLOT_A, SLOT_B = "lora_a_stacked", "lora_b_stacked"  # vLLM's names
+POLICY = "policy"
+"""Name of the adapter that weight transfers write, and that requests use by default."""
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM allows for its slots."""
 COPIED = "kv_b_proj"
 """Layer that engines with latent attention copy before they decode, without its adapter."""
+DIRECT = ("q_proj", "kv_a_proj_with_mqa")
+"""First layers of latent attention if queries are computed directly from the input."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,23 @@ class EngineSlots:
     Args:
         rank: Rank of the slots; at least the adapters' rank.
         layers: Last parts of the names of the engine's adapted layers, e.g. `qkv_proj`.
+        adapters: Names of the engine's adapters, each of which has its own slots.
     """
 
     rank: int
     layers: tuple[str, ...]
+    adapters: tuple[str, ...] = (POLICY,)
 
     @staticmethod
-    def of(lora: Lora, names: Iterable[str]) -> EngineSlots:
-        """Returns the slots among the names of an engine's tensors."""
+    def of(lora: Lora, names: Iterable[str], others: Sequence[str] = ()) -> EngineSlots:
+        """Returns the slots among the names of an engine's tensors.
+
+        Args:
+            others: Names of adapters in addition to the policy's.
+        """
         slots = (name.partition(f".{SLOT_A}.") for name in names)
         layers = {layer.rpartition(".")[2] for layer, found, _ in slots if found}
-        return EngineSlots(slot_rank(lora), tuple(sorted(layers)))
+        return EngineSlots(slot_rank(lora), tuple(sorted(layers)), (POLICY, *others))
 
 
 def is_slot(name: str) -> bool:
@@ -63,8 +73,15 @@ def slot_rank(lora: Lora) -> int:
     return allowed[0]
 
 
-def slot_rules(family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the reasons why an engine with fused projections cannot hold a family's adapters."""
+def slot_rules(
+    family: Family, shape: ModelShape, adapts_direct_latents: bool
+) -> Iterator[UserError]:
+    """Yields the reasons why an engine with fused projections cannot hold a family's adapters.
+
+    Args:
+        family, shape: Family with adapters, and sizes of the model.
+        adapts_direct_latents: Whether the engine has slots for the layers in DIRECT.
+    """
     if family.lora is None:
         return
     try:
@@ -78,11 +95,17 @@ def slot_rules(family: Family, shape: ModelShape) -> Iterator[UserError]:
         for part in row.parts
         if part.endswith(HF_B)
     ]
-    if shape.latent is not None and COPIED in targets:
-        others = ", ".join(name for name in dict.fromkeys(targets) if name != COPIED)
+    if shape.latent is None:
+        return
+    reasons = {COPIED: "engines decode with copies of its weight"}
+    if not shape.latent.query_rank and not adapts_direct_latents:
+        reasons |= dict.fromkeys(DIRECT, "the engine has no slots for them")
+    found = [name for name in dict.fromkeys(targets) if name in reasons]
+    if found:
+        others = ", ".join(name for name in dict.fromkeys(targets) if name not in reasons)
         yield UserError(
             "lora.targets",
             ", ".join(family.lora.targets),
-            f"targets without {COPIED}, because engines decode with copies of its weight",
+            f"targets without {' and '.join(found)}, because {reasons[found[0]]}",
             f"Set lora.targets to others, of {others}; or set rollout.engine=hf.",
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -25,7 +25,8 @@ from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.adapters.rows import base_of
-from hybridrl.models.adapters.slots import EngineSlots, is_slot, slot_rules
+from hybridrl.models.adapters.slots import POLICY, EngineSlots, is_slot, slot_rules
+from hybridrl.models.boxes import Box
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import TrainingShard
@@ -46,7 +47,7 @@ from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
 from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.engine import Holding, Request
+from hybridrl.rollout.engine import Holding, Request, unknown_adapter
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 
@@ -90,6 +91,16 @@ class StartedPackage:
     model: torch.nn.Module
     tp_group: dist.ProcessGroup
     version: str
+
+
+class LiveAdapters(Protocol):
+    """The LoRA adapters in a started package."""
+
+    def tensors(self, name: str) -> Mapping[str, Tensor]:
+        """Returns the memory of an adapter's slots by names of the package's modules."""
+
+    def check(self) -> None:
+        """Raises RuntimeError if the package has dropped or moved an adapter."""
 
 
 class ExpertRecorder(Protocol):
@@ -152,10 +163,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         assert package is not None
         for violation in package.model_rules(self._shape, is_cpu):
             raise violation
-        for violation in slot_rules(family, self._shape):
+        for violation in slot_rules(family, self._shape, ENGINES[self.name].adapts_direct_latents):
             raise violation
-        if family.lora is not None and not ENGINES[self.name].takes_adapters:
-            raise ValueError(f"the {self.name} engine takes merged weights, without adapters")
         self._placement, self._rank = layout, rank
         self._base_layout = self._weight_layout(base_of(family))
         self._layout = self._base_layout if family.lora is None else self._weight_layout(family)
@@ -172,8 +181,11 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             version=version,
             members=members,
             weight_bytes=itemsize * sum(map(math.prod, self._layout.shapes.values())),
-            slots=None if family.lora is None else EngineSlots.of(family.lora, self._layout.shapes),
+            slots=None
+            if family.lora is None
+            else EngineSlots.of(family.lora, self._layout.shapes, settings.adapters),
         )
+        self._adapters: LiveAdapters | None = None
         self._experts: Recorder | None = None
         self._keeps_memory = False
         self._memory: SleepingMemory | None = None
@@ -188,7 +200,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if self._refusals:
             self.close()
             raise self._refusals[0]
-        self._tensors = live_tensors(self._live.model, self._layout_name) | self._slot_tensors()
+        self._tensors = live_tensors(self._live.model, self._layout_name)
+        if self.adapters:
+            self._tensors |= self.adapter_tensors(POLICY)
+        self._unused = list(_parts(self._layout.padding, self._tensors))
         # Layers that the package repacked after loading no longer share memory.
         self.shared = frozenset(
             name for name, tensor in self._tensors.items() if is_view(name, tensor, self._views)
@@ -220,10 +235,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     @abstractmethod
     def _settle(self, model: torch.nn.Module) -> None:
         """Repairs a new module before its parameters are compared. Raises ModelError."""
-
-    def _slot_tensors(self) -> dict[str, Tensor]:
-        """Returns the slots of the started engine's adapter by their names in the layout."""
-        return {}
 
     @abstractmethod
     def _own_memory(self) -> SleepingMemory:
@@ -307,11 +318,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def _prepare_adapter(self, model: torch.nn.Module, slots: Mapping[str, Tensor]) -> None:
         """Checks a module's parameters again, with the slots that the package has added."""
-        tensors = {**live_tensors(model, self._layout_name), **slots}
+        tensors = {**live_tensors(model, self._layout_name), **self._named_slots(slots)}
         try:
             check_parameters(self._layout, tensors, self._inputs.version)
         except ModelError as error:
             self._refusals.append(error)
+
+    def _named_slots(self, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns slots by their names in the layout."""
+        return {self._layout_name(name) or name: slot for name, slot in slots.items()}
 
     def _record_with(self, make: Callable[[], Recorder]) -> Recorder | None:
         """Creates and returns the recorder of experts, if experts are recorded."""
@@ -325,7 +340,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the parameters that an update writes completely, and the padded parameters, which
         it writes only in part. Excludes parameters that share the trainer's memory. `begin_update`
-        clears what an update does not write of slots.
+        clears what an update does not write of slots. Other adapters' slots are kept.
         """
         padded = {name for name, _ in self._layout.padding if not is_slot(name)}
         own = {name: t for name, t in self._tensors.items() if name not in self.shared}
@@ -350,6 +365,19 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self._tensors
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the engine's adapters, the policy's first; empty if it has none."""
+        return () if self._inputs.slots is None else self._inputs.slots.adapters
+
+    def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
+        """Returns the slots of an adapter by the names that the policy's slots have in the layout.
+        Raises KeyError for an unknown name.
+        """
+        if self._adapters is None or name not in self.adapters:
+            raise KeyError(f"the engine has no adapter {name!r}, only {list(self.adapters)}")
+        return self._named_slots(self._adapters.tensors(name))
 
     def stale_copy(self) -> str | None:
         """Returns the first copied parameter that differs from its source weights, if any."""
@@ -384,9 +412,14 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._stop_generation()
         if self._memory is not None:
             self._memory.wake_up(WEIGHTS)
+        if self._unused:  # their memory may have been released, and lent to training
+            with torch.inference_mode():
+                torch._foreach_zero_(self._unused)
 
     def finish_update(self, version: int) -> None:
         """Maps the KV cache, and allows generation with weights `version`."""
+        if self._adapters is not None:
+            self._adapters.check()
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
             self._memory.clear_lent()  # training uses lent memory in any case
@@ -431,7 +464,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         the package cannot generate the response.
         """
         for request in requests:
-            for violation in self._request_rules(request):
+            for violation in (
+                *unknown_adapter(request, self.adapters),
+                *self._request_rules(request),
+            ):
                 raise violation
         super().submit(requests)
 
@@ -457,3 +493,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if self._rows:
             self._drop_running()
         super().clear()
+
+
+def _parts(padding: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yields the parts of slots that no adapter fills."""
+    for name, box in padding:
+        if is_slot(name):
+            yield tensors[name][tuple(slice(*span) for span in box)]

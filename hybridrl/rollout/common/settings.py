@@ -40,6 +40,7 @@ class EngineSettings:
             each expert.
         gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache; None for no
             maximum.
+        adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
     """
 
     hf_config: Mapping[str, Any]
@@ -54,6 +55,7 @@ class EngineSettings:
     ep: int = 1
     records_experts: bool = False
     gpu_memory_share: float | None = None
+    adapters: tuple[str, ...] = ()
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
@@ -70,6 +72,7 @@ class EngineSettings:
             ep=inputs.rollout.ep,
             records_experts=inputs.records_experts,
             gpu_memory_share=inputs.rollout.gpu_memory_share,
+            adapters=inputs.adapters,
         )
 
     def config_json(self) -> dict[str, Any]:

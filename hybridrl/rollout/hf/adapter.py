@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
 from hybridrl.models.adapters.rows import only_adapters
+from hybridrl.models.adapters.slots import POLICY
 from hybridrl.models.family import Family
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.transformers_model import transformers_model
@@ -28,9 +29,9 @@ from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
-from hybridrl.rollout.engine import Holding, Request, RunningRequest
+from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
 from hybridrl.rollout.hf.experts import ChosenExperts
-from hybridrl.rollout.hf.linear_adapters import hold_adapters
+from hybridrl.rollout.hf.linear_adapters import LinearAdapters
 
 # Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
 # for which the pass computes logits. Both numbers limit the pass's memory and are large enough to
@@ -52,6 +53,7 @@ def build(inputs: EngineInputs) -> HfEngine:
         inputs.rollout.max_batch,
         inputs.family,
         inputs.records_experts,
+        inputs.adapters,
     )
 
 
@@ -63,6 +65,8 @@ class HfEngine(QueuedEngine):
         max_batch: Maximum number of requests decoded together.
         family: Family of the model; if None, it is determined from config.json for models with
             experts.
+        adapters: Names of LoRA adapters that the engine holds in addition to the policy's, if the
+            family has adapters.
     """
 
     name = "hf"
@@ -75,6 +79,7 @@ class HfEngine(QueuedEngine):
         max_batch: int = 256,
         family: Family | None = None,
         records_experts: bool = False,
+        adapters: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._device = torch.device(device)
@@ -86,9 +91,11 @@ class HfEngine(QueuedEngine):
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
         self._tensors = checkpoint_tensors(self._model, model_config, family)
+        self._adapters: LinearAdapters | None = None
         if family is not None and family.lora is not None:
             shapes = hf_shapes(only_adapters(family), family.shape(model_config))
-            self._tensors |= hold_adapters(self._model, shapes)
+            self._adapters = LinearAdapters(self._model, shapes, (POLICY, *adapters))
+            self._tensors |= self._adapters.tensors(POLICY)
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -111,9 +118,23 @@ class HfEngine(QueuedEngine):
         self._running.clear()
         self._cache.free()
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the engine's adapters, the policy's first; empty if it has none."""
+        return () if self._adapters is None else self._adapters.names
+
+    def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
+        """Returns an adapter's tensors by HF name. Raises KeyError for an unknown name."""
+        if self._adapters is None or name not in self.adapters:
+            raise KeyError(f"the engine has no adapter {name!r}, only {list(self.adapters)}")
+        return self._adapters.tensors(name)
+
     # RolloutEngine
 
     def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            for violation in unknown_adapter(request, self.adapters):
+                raise violation
         super().submit(requests)
         self._waiting.extend(self._rows[request.request_id] for request in requests)
 
@@ -151,10 +172,12 @@ class HfEngine(QueuedEngine):
         """Fills the cache for new rows and draws their next token; equal contexts are computed only
         once.
         """
-        by_context: dict[tuple[int, ...], list[RunningRequest]] = {}
+        by_context: dict[_Context, list[RunningRequest]] = {}
         for row in rows:
-            by_context.setdefault((*row.request.prompt, *row.tokens), []).append(row)
-        for contexts in _prefill_chunks(sorted(by_context, key=len)):
+            context = _Context((*row.request.prompt, *row.tokens), row.request.adapter)
+            by_context.setdefault(context, []).append(row)
+        for chosen in _prefill_chunks(sorted(by_context, key=lambda one: len(one.tokens))):
+            contexts = [context.tokens for context in chosen]
             lengths = torch.tensor([len(context) for context in contexts], device=self._device)
             max_length = len(contexts[-1])
             # Causal attention already hides padding on the right from all real positions.
@@ -163,12 +186,13 @@ class HfEngine(QueuedEngine):
                 device=self._device,
             )
             position_1L = torch.arange(max_length, device=self._device)[None]
-            rows_of = [by_context[context] for context in contexts]
+            rows_of = [by_context[context] for context in chosen]
             chunk = [row for rows_of_context in rows_of for row in rows_of_context]
             source = [i for i, group in enumerate(rows_of) for _ in group]
             source_B = torch.tensor(source, device=self._device)
             start = len(self._running)
             self._cache.start_prefill(start, source_B, max_length)
+            self._use_adapters([context.adapter for context in chosen])
             last_U, where_B = torch.unique(lengths - 1, return_inverse=True)
             logits_BUV = self._model(
                 input_ids=tokens_BL,
@@ -194,6 +218,7 @@ class HfEngine(QueuedEngine):
         position_B = torch.tensor(position, device=self._device)
         num_keys = max(position) + 1
         self._cache.start_decode(position_B, num_keys)
+        self._use_adapters([row.request.adapter for row in self._running])
         logits_BLV = self._model(
             input_ids=torch.tensor(last, device=self._device)[:, None],
             attention_mask=self._masks.of(position_B[:, None], num_keys),
@@ -206,6 +231,11 @@ class HfEngine(QueuedEngine):
             for row, start, experts_1K in zip(self._running, position, experts_B1K, strict=True):
                 row.record(start, experts_1K)
         self._append(0, logits_BLV[:, -1])
+
+    def _use_adapters(self, names: Sequence[str | None]) -> None:
+        """Selects the adapter of each row of the next forward pass."""
+        if self._adapters is not None:
+            self._adapters.use(names)
 
     def _append(self, start: int, logits_BV: Tensor) -> None:
         """Draws a token for each row with index `start` or higher, and removes finished rows."""
@@ -328,21 +358,27 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         return self._kv
 
 
-def _prefill_chunks(
-    contexts: Sequence[tuple[int, ...]],
-) -> Iterator[list[tuple[int, ...]]]:
+class _Context(NamedTuple):
+    """Tokens of a prefill, and the name of the adapter that computes their keys and values."""
+
+    tokens: tuple[int, ...]
+    adapter: str | None
+
+
+def _prefill_chunks(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
     """Splits contexts sorted by length into chunks of at least one context. Each chunk takes one
     forward pass.
     """
-    chunk: list[tuple[int, ...]] = []
+    chunk: list[_Context] = []
     lengths: set[int] = set()
     for context in contexts:
-        num, num_lengths = len(chunk) + 1, len(lengths | {len(context)})
-        if chunk and (num * len(context) > PREFILL_TOKENS or num * num_lengths > PREFILL_LOGITS):
+        length = len(context.tokens)
+        num, num_lengths = len(chunk) + 1, len(lengths | {length})
+        if chunk and (num * length > PREFILL_TOKENS or num * num_lengths > PREFILL_LOGITS):
             yield chunk
             chunk, lengths = [], set()
         chunk.append(context)
-        lengths.add(len(context))
+        lengths.add(length)
     if chunk:
         yield chunk
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from hybridrl.models.adapters.slots import POLICY
 from hybridrl.rollout.common.engine_memory import SleepingMemory
 from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.settings import token_bytes, too_long
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
+from hybridrl.rollout.sglang.adapters import LiveAdapters
 from hybridrl.rollout.sglang.longrope import settle_longrope
 from hybridrl.rollout.sglang.memory import sleeping_memory
 from hybridrl.rollout.sglang.routing import RecordedExperts
@@ -76,6 +78,9 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             ),
         )
         self._scheduler = self._live.scheduler
+        if self._inputs.slots is not None and not self._refusals:
+            self._adapters = LiveAdapters(self._scheduler, self._inputs.slots)
+            self._prepare_adapter(self._live.model, self._adapters.tensors(POLICY))
         self._scheduler.recorder = self._experts
         self._scheduler.before_release = lambda request: self._record([request])
         self._scheduler.reports_drawn = layout.tp > 1
@@ -196,6 +201,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             top_logprobs_num=0,
             token_ids_logprob=None,
             return_routed_experts=self._experts is not None,
+            lora_id=row.request.adapter if self.adapters else None,
             stream=False,
         )
         if row.request.sampling.needs_history:

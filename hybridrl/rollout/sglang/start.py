@@ -38,6 +38,7 @@ from hybridrl.rollout.common.process_state import (
     replaced,
     without_variables,
 )
+from hybridrl.rollout.sglang.adapters import adapter_arguments, adapters_without_experts
 from hybridrl.rollout.sglang.arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang.latent import latents_on_cpu
 from hybridrl.rollout.sglang.memory import EnginePools, allocated_in, engine_pools
@@ -106,6 +107,8 @@ def start(
     arguments = server_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
     if not is_cpu:
         arguments |= _attention()
+    if inputs.slots is not None:
+        arguments |= adapter_arguments(inputs.slots, is_cpu)
     loaded: list[torch.nn.Module] = []
 
     def prepare_loaded(model: torch.nn.Module) -> None:
@@ -116,6 +119,7 @@ def start(
         _inside_the_trainer(inputs),
         allocated_in(pools, inputs.device),
         _after_loading(prepare_loaded),
+        contextlib.nullcontext() if inputs.slots is None else adapters_without_experts(is_cpu),
         recorded_by(lambda num_slots: listen(loaded[0], num_slots, longest_pass(arguments))),
     ):
         scheduler = _make_scheduler(inputs, arguments)

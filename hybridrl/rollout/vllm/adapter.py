@@ -6,13 +6,12 @@ with SGLang, and vllm/start.py starts vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
@@ -20,7 +19,7 @@ from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
-from hybridrl.rollout.vllm.adapters import LiveAdapter, slot_tensors
+from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.latent import rotate_with_torch
@@ -66,9 +65,10 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._experts.attach(scheduler, self._running)
             except ModelError as error:
                 self._refusals.append(error)
-        self._adapter: LiveAdapter | None = None
+        self._lora_requests: Mapping[str, Any] = {}
         if self._inputs.slots is not None and not self._refusals:
-            self._adapter = LiveAdapter(runner_of(self._live.llm), self._layout)
+            adapters = LiveAdapters(runner_of(self._live.llm), self._inputs.slots.adapters)
+            self._adapters, self._lora_requests = adapters, adapters.requests
         self._cache_bytes = sum(int(one.size) for one in scheduler.kv_cache_config.kv_cache_tensors)
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._runs_ahead = self._decoding.is_async
@@ -78,9 +78,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             deal_experts(model, experts)
         if self._shape.latent is not None and self._device.type == "cpu":
             rotate_with_torch(model, self._inputs.version)
-
-    def _slot_tensors(self) -> dict[str, Tensor]:
-        return {} if self._adapter is None else slot_tensors(self._live.model)
 
     def _own_memory(self) -> SleepingMemory:
         caches, pieces = caches_of(runner_of(self._live.llm)), allocations()
@@ -104,16 +101,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._running.clear()
         if names:
             self._live.llm.engine_core.abort_requests(names)
-
-    def begin_update(self) -> None:
-        super().begin_update()
-        if self._adapter is not None:
-            self._adapter.clear_unused()
-
-    def finish_update(self, version: int) -> None:
-        if self._adapter is not None:
-            self._adapter.check()
-        super().finish_update(version)
 
     def close(self) -> None:
         stop(self._live)
@@ -177,7 +164,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 prompt,
                 params,
                 supported_tasks=tasks,
-                lora_request=None if self._adapter is None else self._adapter.request,
+                lora_request=self._lora_requests.get(row.request.adapter or ""),
             )
         )
         self._running[name] = row

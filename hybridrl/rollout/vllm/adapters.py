@@ -1,24 +1,20 @@
-"""The adapter of a vLLM engine: its slots' memory, its registration, and the request that uses it.
+"""Adapters in a vLLM engine: their slots' memory, their registration, and requests that use them.
 
-vLLM loads adapters from files, and evicts them. Here one adapter is registered without files. It
-stays in its slot, whose buffers the hybrid engine writes in place. All requests use it.
+vLLM loads adapters from files, and evicts them. Here the adapters are registered without files.
+Each stays in its slot, whose buffers the hybrid engine writes in place.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.models.adapters.slots import SLOT_A, SLOT_B, EngineSlots
-from hybridrl.models.boxes import Box
-from hybridrl.models.weights import RankLayout
-from hybridrl.rollout.vllm.names import hf_style
 
-NAME, NUMBER = "policy", 1
 # Projections of vLLM's fused layers. Models whose checkpoint is fused too would get one slot for
 # all projections of a layer.
 PROJECTIONS = {
@@ -28,27 +24,23 @@ PROJECTIONS = {
 
 
 def adapter_arguments(slots: EngineSlots, is_cpu: bool) -> dict[str, Any]:
-    """Returns vLLM's keywords for one adapter in these layers. `lora_dtype` is the model's."""
+    """Returns vLLM's keywords for adapters in these layers. `lora_dtype` is the model's."""
+    # On CPUs, vLLM computes requests without an adapter with the last slot (0.26 to 0.33), which
+    # therefore stays empty there.
+    num_slots = len(slots.adapters) + is_cpu
     arguments: dict[str, Any] = {
         "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots,
         "max_lora_rank": slots.rank,
         "lora_dtype": "auto",
         # vLLM's default would also wrap embeddings, the head and routers.
         "lora_target_modules": list(slots.layers),
     }
     if not is_cpu:
-        # All requests use the adapter, so CUDA graphs without it would never run.
+        # Almost all requests use an adapter, so CUDA graphs without adapters would hardly ever run.
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False}
     return arguments
-
-
-def request_of_adapter() -> Any:
-    """Returns vLLM's LoRARequest for the registered adapter; its path is never read."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(lora_name=NAME, lora_int_id=NUMBER, lora_path="/in-memory")
 
 
 def split_projections(model: Any) -> None:
@@ -70,62 +62,65 @@ def forget_addresses() -> None:
         kernels._LORA_B_PTR_DICT.clear()
 
 
-def slot_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the memory of the adapter's slots by their names in `fused_layout`; A has shape
+def slot_tensors(model: torch.nn.Module, place: int = 0) -> dict[str, Tensor]:
+    """Returns the memory of an adapter's slots by names of vLLM's modules; A has shape
     (rank, inputs), B (outputs, rank).
+
+    Args:
+        place: Index of the adapter among vLLM's slots.
     """
     found: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         for kind in (SLOT_A, SLOT_B):
             # Wrapped layers forward the attributes of the layer inside, which has no slots.
             for index, stacked in enumerate(getattr(layer, kind, None) or ()):
-                found[f"{hf_style(name)}.{kind}.{index}"] = stacked[0, 0]
+                found[f"{name}.{kind}.{index}"] = stacked[place, 0]
     return found
 
 
-class LiveAdapter:
-    """The adapter in a started vLLM engine.
+class LiveAdapters:
+    """The adapters in a started vLLM engine.
 
     Args:
         runner: vLLM's model runner.
-        layout: The engine's layout, with the slots.
+        names: Names of the adapters, in the order of their slots.
+
+    Attributes:
+        requests: vLLM's LoRARequest for each adapter by name; its path is never read.
     """
 
-    def __init__(self, runner: Any, layout: RankLayout) -> None:
-        self._manager = runner.lora_manager._adapter_manager
-        self.request = request_of_adapter()
-        # vLLM's start removes all adapters. The registered one has rank 1: its content is only
-        # copied to the slots once, here.
-        with runner.lora_manager.dummy_lora_cache():
-            runner.lora_manager.add_dummy_lora(self.request, rank=1)
-        self._manager.activate_adapter(NUMBER)
-        self._slots = slot_tensors(runner.model)
-        with torch.inference_mode():
-            torch._foreach_zero_(list(self._slots.values()))
-        self._unused = _parts(layout.padding, self._slots)
+    def __init__(self, runner: Any, names: Sequence[str]) -> None:
+        from vllm.lora.request import LoRARequest
 
-    def clear_unused(self) -> None:
-        """Clears the parts of slots that no adapter fills. Their memory may have been released, and
-        lent to training, since then.
-        """
-        if self._unused:
-            with torch.inference_mode():
-                torch._foreach_zero_(self._unused)
+        self._model, self._names = runner.model, tuple(names)
+        self._manager = runner.lora_manager._adapter_manager
+        self.requests = {
+            name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"/in-memory/{name}")
+            for number, name in enumerate(names, 1)
+        }
+        # vLLM's start removes all adapters. The registered ones have rank 1: their content is only
+        # copied to the slots once, here.
+        for request in self.requests.values():
+            with runner.lora_manager.dummy_lora_cache():
+                runner.lora_manager.add_dummy_lora(request, rank=1)
+            self._manager.activate_adapter(request.lora_int_id)
+        self.check()
+        with torch.inference_mode():
+            for place in range(len(self._manager.lora_index_to_id)):
+                torch._foreach_zero_(list(slot_tensors(self._model, place).values()))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Returns the memory of an adapter's slots by names of vLLM's modules."""
+        return slot_tensors(self._model, self._names.index(name))
 
     def check(self) -> None:
-        """Raises RuntimeError if vLLM no longer has the adapter in its slot: requests would then be
-        computed without it.
+        """Raises RuntimeError if vLLM no longer has each adapter in its slot: requests would then
+        be computed with other weights.
         """
-        if self._manager.lora_index_to_id != [NUMBER]:
+        numbers = [request.lora_int_id for request in self.requests.values()]
+        found = self._manager.lora_index_to_id
+        if found[: len(numbers)] != numbers or any(found[len(numbers) :]):
             raise RuntimeError(
-                f"vLLM has adapters {self._manager.lora_index_to_id} in its slots, instead of "
-                f"[{NUMBER}], which the hybrid engine writes"
+                f"vLLM has adapters {found} in its slots, instead of {numbers}, which the hybrid "
+                "engine writes"
             )
-
-
-def _parts(padding: Iterable[tuple[str, Box]], tensors: dict[str, Tensor]) -> list[Tensor]:
-    return [
-        tensors[name][tuple(slice(*span) for span in box)]
-        for name, box in padding
-        if name in tensors
-    ]

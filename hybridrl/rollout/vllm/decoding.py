@@ -17,14 +17,14 @@ from hybridrl.rollout.vllm.steady_rows import SteadyRows
 
 
 def scheduler_fits(scheduler: Any) -> bool:
-    """Whether the shortcuts support a scheduler: no draft tokens, pipeline or connectors, at most
-    one adapter, which all requests use, and a supported cache that needs no zeroing.
+    """Whether the shortcuts support a scheduler: no draft tokens, pipeline or connectors, and a
+    supported cache that needs no zeroing. Adapters never make a request wait, because each has a
+    slot.
     """
     parts = scheduler.connector, scheduler.ec_connector
     has_none = parts == (None,) * 2 and not scheduler.use_pp and scheduler.num_spec_tokens == 0
-    has_one = scheduler.lora_config is None or scheduler.lora_config.max_loras == 1
     has_plain_cache = not scheduler.needs_kv_cache_zeroing
-    return has_none and has_one and has_plain_cache and cache_fits(scheduler.kv_cache_manager)
+    return has_none and has_plain_cache and cache_fits(scheduler.kv_cache_manager)
 
 
 def cache_fits(manager: Any) -> bool:

@@ -16,6 +16,7 @@ from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.family import Family
 from hybridrl.models.trainable import synced_family
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.held_adapters import holds_adapters
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
@@ -82,7 +83,7 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
     traits = ENGINES[rollout.engine]
     tp, ep = (rollout.tp, rollout.ep) if traits.has_fused_parameters else (1, 1)
-    base, holds, shared = base_of(family), traits.takes_adapters, 0
+    base, holds, shared = base_of(family), holds_adapters(rollout.engine, family, shape), 0
     engine = engine_elements(family if holds else base, shape, tp, ep)
     synced = engine_elements(synced_family(family, shape, holds), shape, tp, ep)
     # Merged weights differ from the trainer's frozen weights.

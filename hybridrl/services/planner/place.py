@@ -31,6 +31,7 @@ from hybridrl.models.weights import (
     megatron_layouts,
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.rollout.held_adapters import holds_adapters
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.phase_memory import (
     Elements,
@@ -91,9 +92,8 @@ def place_models(
         node: Number of consecutive ranks on one node.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
-    holds_adapters = ENGINES[config.rollout.engine].takes_adapters
-    base = base_of(family)
-    sent = family if holds_adapters else base
+    base, holds = base_of(family), holds_adapters(config.rollout.engine, family, shape)
+    sent = family if holds else base
     if ENGINES[config.rollout.engine].has_fused_parameters:
         parts = fused_layouts(sent, shape, tp, config.rollout.ep)
     else:
@@ -109,16 +109,16 @@ def place_models(
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
     if family is not base:
         whole = megatron_layouts(family, shape, layout)
-        sources = whole if holds_adapters else sources
+        sources = whole if holds else sources
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
     takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
     tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
     shared = [0] * world_size
-    if family is base or holds_adapters:  # merged weights differ from the trainer's
+    if family is base or holds:  # merged weights differ from the trainer's
         shared = _shared(config, layout, _without_adapters(whole, family, shape), engines.targets)
-    synced = hf_shapes(synced_family(family, shape, holds_adapters), shape)
+    synced = hf_shapes(synced_family(family, shape, holds), shape)
     once = frozenset(hf_shapes(sent, shape)) - synced.keys()
     return Placed(placement, layout, choice, whole, sources, parts, engines, shared, once)
 

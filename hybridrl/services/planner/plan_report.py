@@ -31,6 +31,7 @@ from hybridrl.models.trainable import synced_family, trained_summary
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.held_adapters import holds_adapters
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
@@ -263,16 +264,17 @@ def _lora(
     `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
     weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
     """
-    policy, holds_adapters = roles[0], ENGINES[config.rollout.engine].takes_adapters
+    policy = roles[0]
     if (lora := policy.family.lora) is None:
         return None
-    synced = hf_shapes(synced_family(policy.family, policy.shape, holds_adapters), policy.shape)
+    holds = holds_adapters(config.rollout.engine, policy.family, policy.shape)
+    synced = hf_shapes(synced_family(policy.family, policy.shape, holds), policy.shape)
     sources, targets = (without(part, synced) for part in (laid.sources, laid.targets))
     once = plan_reshard(sources, targets, itemsize, node)
     return {
         "rank": lora.rank,
         "adapter_bytes": itemsize * policy.adapter_params,
-        "engine_holds_adapters": holds_adapters,
+        "engine_holds_adapters": holds,
         "sync_bytes": itemsize * sum(map(prod, synced.values())),
         "once_receive_bytes": list(once.receive_bytes),
         "has_reference": any(model.shares_weights for model in roles),

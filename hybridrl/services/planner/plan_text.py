@@ -122,7 +122,7 @@ def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
     else:
         sent = (
             f"each sync sends merged weights, {traffic(lora['sync_bytes'])} per engine, because "
-            "this engine cannot hold adapters"
+            "this engine cannot hold the adapters"
         )
     yield f"lora     rank {lora['rank']}, {adapters} of adapters; {sent}"
     yield f"         other weights are sent once; a rank receives {once} of them"

@@ -21,6 +21,7 @@ from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.held_adapters import holds_adapters
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
@@ -409,7 +410,7 @@ def step_times(
     generation = reshard = 0.0
     if has_rollouts:
         policy = models[0]
-        holds_adapters = ENGINES[config.rollout.engine].takes_adapters
+        holds = holds_adapters(config.rollout.engine, policy.family, policy.shape)
         generation = generation_s(
             config,
             policy.shape,
@@ -418,7 +419,7 @@ def step_times(
             layout.world_size,
             engine_bytes,
             max_requests,
-            policy.adapter_params if holds_adapters else 0,
+            policy.adapter_params if holds else 0,
         )
         reshard = _reshard_s(assumed, synced_bytes, crossing_bytes)
     offload = 0.0
