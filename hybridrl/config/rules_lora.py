@@ -34,9 +34,6 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
             "nothing with lora, whose reference is the policy's own model",
             "Remove placement.reference.",
         )
-    if config.rollout.transport == "peer":
-        allowed = "auto or packed with lora, because engines receive tensors that are computed"
-        yield UserError("rollout.transport", "peer", allowed, "Set rollout.transport=auto.")
     off: dict[str, object] = {
         "train.freeze": ", ".join(train.freeze),
         "train.fuse_param_gather": train.fuse_param_gather,

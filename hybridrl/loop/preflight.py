@@ -53,7 +53,8 @@ from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, DataError, UserError
 from hybridrl.loop.versions import megatron_fault
 from hybridrl.models.adapters.base_reference import base_directory
-from hybridrl.models.adapters.settings import lora_rules
+from hybridrl.models.adapters.rows import adapted
+from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
@@ -64,6 +65,7 @@ from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
+from hybridrl.rollout.held_adapters import merged_transport_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 
@@ -109,6 +111,9 @@ def model_violations(
             head: Head = "lm" if trains_policy(config) else "value"
             found += freeze_rules(config.train.freeze, family, shape, head)
             found += lora_rules(config.lora, family, shape)
+            if not found:
+                with_adapters = adapted(family, lora_of(config.lora))
+                found += merged_transport_rules(config.rollout, with_adapters, shape)
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []

@@ -28,7 +28,8 @@ from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
-from hybridrl.models.adapters.settings import lora_rules
+from hybridrl.models.adapters.rows import adapted
+from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.trainable import freeze_rules
 from hybridrl.models.weights import Head
@@ -38,6 +39,7 @@ from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
+from hybridrl.rollout.held_adapters import merged_transport_rules
 
 PLANNER = "hybridrl.services.planner.choose"
 """Module with the LayoutChooser `chosen_layout`; imported by name, and only for `layout: auto`."""
@@ -104,6 +106,9 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(train.freeze, family, shape, head)
         found += lora_rules(config.lora, family, shape)
+        if not found:
+            with_adapters = adapted(family, lora_of(config.lora))
+            found += merged_transport_rules(config.rollout, with_adapters, shape)
     if not trains:
         found = without_training(found)
     if found:

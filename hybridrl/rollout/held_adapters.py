@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.errors import UserError
 from hybridrl.models.adapters.slots import slot_rules
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.rollout.registry import ENGINES
@@ -22,6 +26,22 @@ def why_merged(engine: str, family: Family, shape: ModelShape) -> list[str]:
         return []
     rules = slot_rules(family, shape, traits.adapts_direct_latents)
     return [f"{error.name}: {error.allowed}" for error in rules]
+
+
+def merged_transport_rules(
+    rollout: RolloutConfig, family: Family, shape: ModelShape
+) -> Iterator[UserError]:
+    """Yields an error if ranks should read merged weights in each other's memory, where only the
+    adapters and the weights without them are.
+
+    Args:
+        family, shape: Family with adapters, and sizes of the model.
+    """
+    if family.lora is None or rollout.transport != "peer":
+        return
+    for reason in why_merged(rollout.engine, family, shape):
+        allowed = f"auto or packed here, because the engine receives merged weights: {reason}"
+        yield UserError("rollout.transport", "peer", allowed, "Set rollout.transport=auto.")
 
 
 def holds_adapters(engine: str, family: Family, shape: ModelShape) -> bool:

@@ -31,6 +31,8 @@ class AdapterWeights:
         scale: Factor s.
         trained: Local names of parameters that are trained in addition to the adapters.
         shard: Frozen weights that an engine may use instead of a copy.
+        room: Memory for s B by the local name of B, if other ranks read it in place; otherwise s B
+            is in ordinary memory.
     """
 
     layouts: Sequence[RankLayout]
@@ -38,12 +40,14 @@ class AdapterWeights:
     scale: float
     trained: frozenset[str] = frozenset()
     shard: TrainingShard | None = None
+    room: Mapping[str, Tensor] = field(default_factory=dict)
     _scaled: dict[str, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, parameter in self.parameters.items():
             if name.endswith(f".{B}"):
-                self._scaled[name] = torch.empty_like(parameter)
+                room = self.room.get(name)
+                self._scaled[name] = torch.empty_like(parameter) if room is None else room
         self.refresh()
 
     @property

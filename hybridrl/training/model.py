@@ -378,7 +378,8 @@ class ParallelModel:
         trained = {name for name in tensors if name not in frozen_names and not is_adapter(name)}
         shard = TrainingShard(self.base_layout(), self.base_weights())
         layouts = self._whole_layouts(family)
-        return AdapterWeights(layouts, tensors, family.lora.scale, frozenset(trained), shard)
+        room = {} if self._peer_weights is None else self._peer_weights.scaled
+        return AdapterWeights(layouts, tensors, family.lora.scale, frozenset(trained), shard, room)
 
     def _whole_layouts(self, family: Family) -> list[RankLayout]:
         shape = self.source.shape

@@ -3,7 +3,8 @@
 Megatron keeps the trained parameters of a model in flat buffers. After the data-parallel wrapper
 has created the buffers, and before the optimizer creates views of them, each buffer is moved into
 the rank's peer memory, which has the same size on all ranks. Frozen parameters and router biases
-are moved one by one.
+are moved one by one. The memory also has room for s B of each LoRA adapter, which engines receive
+in place of B (adapter_weights.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
+from hybridrl.models.adapters.rows import B
 from hybridrl.models.megatron.build import named_parameters, weight_buffers
 from hybridrl.models.trainable import frozen
 from hybridrl.parallel import peer_memory
@@ -31,11 +33,13 @@ class PeerWeights:
 
     Attributes:
         memory: The memory; None before `move`.
+        scaled: Room for s B of each adapter on this rank, by the local name of B.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.memory: PeerMemory | None = None
+        self.scaled: dict[str, torch.Tensor] = {}
 
     def move(self, wrapped: Sequence[Any]) -> None:
         """Moves the weights inside Megatron's data-parallel wrappers into peer memory; collective.
@@ -45,9 +49,13 @@ class PeerWeights:
                 cannot be shared.
         """
         buffers = flat_buffers(wrapped)
-        alone = [*weight_buffers(wrapped).values(), *frozen(named_parameters(wrapped)).values()]
+        parameters = named_parameters(wrapped)
+        alone = [*weight_buffers(wrapped).values(), *frozen(parameters).values()]
+        scaled = {
+            _unwrapped(name): one for name, one in parameters.items() if name.endswith(f".{B}")
+        }
         starts, size = [], 0
-        for tensor in (*(buffer.param_data for buffer in buffers), *alone):
+        for tensor in (*(buffer.param_data for buffer in buffers), *alone, *scaled.values()):
             starts.append(size)
             size += aligned(tensor.nbytes)
         most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
@@ -56,9 +64,11 @@ class PeerWeights:
         own = self.memory.of(self._world.rank)
         for buffer, start in zip(buffers, starts, strict=False):
             _move(buffer, own[start : start + buffer.param_data.nbytes])
-        for tensor, start in zip(alone, starts[len(buffers) :], strict=True):
-            place = own[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor.data = place.copy_(tensor.data)
+        for tensor, start in zip(alone, starts[len(buffers) :], strict=False):
+            tensor.data = _room(own, start, tensor).copy_(tensor.data)
+        first = len(starts) - len(scaled)
+        for (name, tensor), start in zip(scaled.items(), starts[first:], strict=True):
+            self.scaled[name] = _room(own, start, tensor)
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:
@@ -76,7 +86,7 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
     wanted = config.rollout.transport
     if wanted == "packed" or world.size == 1:
         return None
-    # Weights with adapters are not only the parameters: s B and merged weights are computed.
+    # With adapters, a sync is small. Peer memory was not measured on GPUs with them.
     if wanted == "auto" and (config.train.release_weights_in_rollout or config.lora.is_on):
         return None
     if wanted == "auto" and world.platform.is_cpu:
@@ -97,6 +107,19 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
         )
     notify(f"weights are sent as packed messages: {found[0]}")
     return None
+
+
+def _unwrapped(name: str) -> str:
+    """Returns a parameter's local name without the names of Megatron's wrappers."""
+    chunk, _, path = name.partition("/")
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return f"{chunk}/{path}"
+
+
+def _room(own: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a rank's memory, from byte `start` on, for a tensor like another."""
+    return own[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _move(buffer: Any, place: torch.Tensor) -> None:

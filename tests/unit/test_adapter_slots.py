@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.models.adapters.lora import Lora
@@ -22,7 +23,11 @@ from hybridrl.models.weights import (
     megatron_layout,
 )
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import holds_adapters, why_merged
+from hybridrl.rollout.held_adapters import (
+    holds_adapters,
+    merged_transport_rules,
+    why_merged,
+)
 
 LLAMA, PHI3 = resolve_family("llama", {}), resolve_family("phi3", {})
 SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True)
@@ -142,3 +147,16 @@ def test_adapters_of_copied_weights_are_refused() -> None:
     assert holds_adapters("hf", adapted(plain, Lora(8, 1.0)), shape)
     assert not holds_adapters("vllm", adapted(plain, Lora(8, 1.0)), shape)
     assert not holds_adapters("vllm", plain, shape)
+
+
+def test_ranks_cannot_read_merged_weights_in_each_others_memory() -> None:
+    shape = ModelShape(4, 16, 8, 8, 4, 32, 100, moe=MoeShape(8, 2, 12), latent=LATENT)
+    plain = resolve_family("deepseek_v3", {})
+    family = adapted(plain, Lora(8, 1.0))
+    peer = RolloutConfig(transport="peer", engine="vllm")
+    (error,) = merged_transport_rules(peer, family, shape)
+    assert "rollout.transport: got peer" in str(error) and "kv_b_proj" in str(error)
+    some = adapted(plain, Lora(8, 1.0, ("o_proj",)))
+    assert not list(merged_transport_rules(peer, some, shape))
+    assert not list(merged_transport_rules(peer, plain, shape))
+    assert not list(merged_transport_rules(RolloutConfig(engine="vllm"), family, shape))

@@ -135,7 +135,6 @@ def test_adapter_of_another_model_and_missing_files_are_named(peft: Path) -> Non
             ["lora.rank=4", "train.release_weights_in_rollout=true"],
             "train.release_weights_in_rollout",
         ),
-        (["lora.rank=4", "rollout.transport=peer"], "rollout.transport"),
         (["lora.rank=4", "placement.reference.tp=2"], "placement.reference"),
         (["lora.rank=4", "lora.full=[heads]"], "lora.full"),
         (["lora.alpha=4"], "lora.alpha"),

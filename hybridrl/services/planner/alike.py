@@ -64,8 +64,10 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
     Assumes that GPUs of one node can read each other's memory.
     """
     far = assumed is None or assumed.cluster.nodes > 1
-    is_computed = config.train.release_weights_in_rollout or config.lora.is_on
-    return "packed" if far or is_computed or config.rollout.transport == "packed" else "peer"
+    wanted = config.rollout.transport
+    is_packed = config.lora.is_on and wanted == "auto"
+    is_packed |= wanted == "packed" or config.train.release_weights_in_rollout
+    return "packed" if far or is_packed else "peer"
 
 
 def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -> FullestRank:
