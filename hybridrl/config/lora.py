@@ -36,6 +36,6 @@ class LoraConfig(Section):
     @property
     def shares_reference(self) -> bool:
         """Whether the reference is the policy's model without its adapters. With `full`, other
-        parts change as well, so the reference is a second model.
+        parts change as well, so the reference is a second model, which copies only these parts.
         """
         return self.is_on and not self.full

@@ -97,6 +97,8 @@ class Run:
             has_teacher=trains,
             terms=data.mix.terms,
         )
+        for text in roles.shared_weights():
+            notify(text)
         self.times.over("models")
         journal.warnings = (MismatchWarning(roles.source.dtype), UniformGroupsWarning())
         placement, model = meshes.placement, roles.policy.model

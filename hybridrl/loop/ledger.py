@@ -89,12 +89,14 @@ def entries(
     found = []
     for role, model in models.items():
         if (memory := model.memory) is None:
-            found.append(Entry(f"{role} weights", _num_bytes(model.weights_in_place())))
+            found.append(
+                Entry(f"{role} weights", _num_bytes(_own(model, model.weights_in_place())))
+            )
         else:
             stays = not model.train.release_weights_in_rollout
             name = "weights" if model.lora is None else "trained weights (lora)"
             found.append(Entry(f"{role} {name}", memory.weight_bytes(), in_rollout=stays))
-            if kept := _num_bytes(model.frozen_weights()):
+            if kept := _num_bytes(_own(model, model.frozen_weights())):
                 found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()
             lent = memory.lent_bytes
@@ -104,6 +106,8 @@ def entries(
             if held := memory.gradient_bytes() - lent:
                 found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
+        if model.borrowed:  # already listed with the policy
+            found.append(Entry(f"{role} frozen weights, the policy's", 0, False, False))
     for name, part in engine.items():
         if part.num_bytes:
             # Shared memory is already listed with the model.
@@ -139,6 +143,11 @@ def table(found: list[Entry], platform: Platform) -> str:
 
 def _phases(entry: Entry) -> tuple[bool, bool]:
     return entry.in_training, entry.in_rollout
+
+
+def _own(model: ParallelModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors that do not belong to another model."""
+    return {name: tensor for name, tensor in tensors.items() if name not in model.borrowed}
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -90,6 +90,13 @@ def trained_family(
 
 
 @lru_cache(64)
+def only_parts(family: Family, shape: ModelShape, names: tuple[str, ...]) -> Family:
+    """Returns a family whose weight table contains only the parts with these names (PARTS)."""
+    kept = tuple(row for row in family.rows(shape) if any(PARTS[name](row) for name in names))
+    return replace(family, rows=lambda _: kept)
+
+
+@lru_cache(64)
 def synced_family(family: Family, shape: ModelShape, holds_adapters: bool) -> Family:
     """Returns a family whose weight table contains only what each sync of the engines sends.
 
@@ -231,7 +238,8 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
     """Moves the frozen experts of each stack into contiguous memory.
 
     Megatron's buffers already store trained experts in this way. An engine that stacks its experts
-    can then use them in place.
+    can then use them in place. Stacks that are already contiguous, because another model uses them
+    too, stay where they are.
     """
     stacks: dict[str, list[Any]] = {}
     for name, parameter in frozen(parameters).items():
@@ -239,6 +247,9 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
             stacks.setdefault(place[0], []).append(parameter)
     for experts in stacks.values():
         first = experts[0].data
+        storages = {expert.untyped_storage().data_ptr() for expert in experts}
+        if len(storages) == 1 and first.untyped_storage().nbytes() == len(experts) * first.nbytes:
+            continue
         stack = first.new_empty((len(experts), *first.shape))
         for slot, expert in zip(stack, experts, strict=True):
             expert.data = slot.copy_(expert.data)

@@ -8,7 +8,7 @@ layout exactly tile each local tensor (`check_layout` verifies this).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,6 +73,15 @@ class RankLayout:
 
 NOTHING = RankLayout((), {})
 """Layout of a rank that holds no part of the model."""
+
+
+def of_names(layout: RankLayout, names: Collection[str]) -> RankLayout:
+    """Returns the part of a layout that concerns these local tensors."""
+    return RankLayout(
+        tuple(region for region in layout.regions if region.local in names),
+        {name: size for name, size in layout.shapes.items() if name in names},
+        tuple(part for part in layout.padding if part[0] in names),
+    )
 
 
 def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:

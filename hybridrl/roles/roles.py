@@ -8,7 +8,7 @@ gradients are applied in one optimizer step. Every model is split over the ranks
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
@@ -155,6 +155,26 @@ class Roles:
         shared = {field.name: getattr(batch, field.name) for field in fields(ScoredBatch)}
         plain = ScoredBatch(**shared).with_blobs()
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
+
+    def shared_weights(self) -> Iterator[str]:
+        """Yields a sentence for each other model of a policy with adapters: whether it uses the
+        policy's frozen weights.
+        """
+        if self.policy.model.lora is None:
+            return
+        if self.reference is not None and self.reference.model is self.policy.model:
+            yield "the reference is the policy without adapters"
+        models = {
+            "reference": None if self.reference is None else self.reference.model,
+            "critic": None if self.critic is None else self.critic.model,
+        }
+        for role, model in models.items():
+            if model is None or model is self.policy.model:
+                continue
+            is_shared = (
+                "uses the policy's frozen weights" if model.shares_weights else "is a second model"
+            )
+            yield f"the {role} {is_shared}"
 
     @property
     def world(self) -> World:
@@ -316,18 +336,19 @@ def make_roles(
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
+    lender = None if lora is None else model  # all models of one base use the same frozen weights
     trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None
     if roles.has_reference and has_reference and config.lora.shares_reference:
         reference = Policy(model, algorithm, num_policy_updates, temperature, uses_adapters=False)
     elif roles.has_reference and has_reference:
         base = replace(source, family=base_of(source.family), base=None)
-        models["reference"] = frozen = _build(meshes, "reference", base, config)
+        models["reference"] = frozen = _build(meshes, "reference", base, config, lender)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None
     if roles.has_critic and isinstance(algorithm, CriticAlgorithm):
-        models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
+        models["critic"] = trained["critic"] = _build(meshes, "critic", source, config, lender)
         if not needs.policy:
             trained["critic"].read_scores(LAST if needs.scores else BEFORE_LAST)
         rate = config.train.critic_learning_rate
@@ -341,9 +362,17 @@ def make_roles(
     return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
 
 
-def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
+def _build(
+    meshes: Meshes,
+    role: str,
+    source: ModelSource,
+    config: Config,
+    lender: ParallelModel | None = None,
+) -> ParallelModel:
     head: Head = "value" if role == "critic" else "lm"
-    model = build_model(meshes.of(role), source, head, config)
+    mesh = meshes.of(role)
+    is_alike = lender is not None and lender.mesh is mesh
+    model = build_model(mesh, source, head, config, lender if is_alike else None)
     if role == "policy" and replays(config):
         model.replay_experts()
     return model

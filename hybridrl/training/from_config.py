@@ -64,13 +64,22 @@ def model_source(
     )
 
 
-def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
+def build_model(
+    mesh: Mesh,
+    source: ModelSource,
+    head: Head,
+    config: Config,
+    lender: ParallelModel | None = None,
+) -> ParallelModel:
     """Builds a model on a mesh, with weights from `model.path` or initialized from the seed.
 
     A critic starts from the policy's weights, with a value head that is all zeros. Adapters come
     from `lora.path`, or are initialized from the seed.
+
+    Args:
+        lender: Model with the same weights, whose frozen weights are used instead of a copy.
     """
-    model = ParallelModel(mesh, source, head, config.train)
+    model = ParallelModel(mesh, source, head, config.train, lender)
     with mesh.world.all_agree("loading the weights"):
         if config.model.path is not None:
             load_weights(model, config.model, missing_ok={VALUE_HEAD} if head == "value" else ())
@@ -85,10 +94,10 @@ def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> 
 def start_weights(model: ParallelModel, seed: int) -> None:
     """Initializes this rank's weights, except adapters, from the seed of the run."""
     if model.mesh.is_member:
-        source, tensors = model.source, model.base_weights()
+        source, tensors = model.source, model.own_weights()
         shapes, layout = (
             hf_shapes(base_of(source.family), source.shape, model.head),
-            model.base_layout(),
+            model.own_layout(),
         )
         norm_weight = float(not source.shape.centered_norms)
         init_weights(layout, shapes, tensors, source.hf_config, seed, norm_weight)
@@ -126,5 +135,5 @@ def load_weights(
     """
     if model.mesh.is_member:
         shapes = hf_shapes(base_of(model.source.family), model.source.shape, model.head)
-        directory, layout = model_directory(section), model.base_layout()
-        load_hf(directory, layout, model.base_weights(), shapes, missing_ok=set(missing_ok))
+        directory, layout = model_directory(section), model.own_layout()
+        load_hf(directory, layout, model.own_weights(), shapes, missing_ok=set(missing_ok))

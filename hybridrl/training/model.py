@@ -8,7 +8,7 @@ world unless their docstrings say otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ from hybridrl.models.megatron.build import (
 from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
+from hybridrl.models.megatron.shared_weights import shareable, take_weights, without_memory
 from hybridrl.models.score_token import LAST, ScoreToken
 from hybridrl.models.sources import FullWeights, TrainingShard, WeightSource
 from hybridrl.models.trainable import (
@@ -59,6 +60,7 @@ from hybridrl.models.weights import (
     RankLayout,
     megatron_layout,
     megatron_layouts,
+    of_names,
 )
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
@@ -151,9 +153,22 @@ class ParallelModel:
         source: The model's architecture, data type and files.
         head: 'lm' or 'value'.
         train: The config section `train`: micro-batch budget, recomputation and optimizer.
+        lender: Model on the same mesh whose frozen weights this model uses where both have the
+            same weights. This model then trains only its adapters, `lora.full` and a value head.
+
+    Attributes:
+        shares_weights: Whether there is a `lender`.
+        borrowed: Local names of the parameters on this rank that belong to `lender`.
     """
 
-    def __init__(self, mesh: Mesh, source: ModelSource, head: Head, train: TrainConfig) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        source: ModelSource,
+        head: Head,
+        train: TrainConfig,
+        lender: ParallelModel | None = None,
+    ) -> None:
         world = mesh.world
         self.mesh, self.world = mesh, world
         self.source, self.head, self.train = source, head, train
@@ -168,7 +183,9 @@ class ParallelModel:
                 source.shape.torch_only,
             )
         same_on_all_ranks(world, "the library of the layers", self.layers.kind, mesh.ranks)
-        self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
+        self.shares_weights = lender is not None
+        self.borrowed: frozenset[str] = frozenset()
+        self._chunks: list[torch.nn.Module] = self._build(lender) if mesh.is_member else []
         shares = shares_prompts(
             train.share_prompts,
             mesh.layout.cp,
@@ -191,8 +208,9 @@ class ParallelModel:
         self.num_updates = 0
         self._peer_weights: PeerWeights | None = None
 
-    def _build(self) -> list[torch.nn.Module]:
+    def _build(self, lender: ParallelModel | None) -> list[torch.nn.Module]:
         source, train, kind = self.source, self.train, self.layers.kind
+        tp = self.mesh.layout.tp
         with self.mesh.active(), self.mesh.platform.megatron_phase():
             self.config = transformer_config(
                 source.family,
@@ -205,18 +223,30 @@ class ParallelModel:
                 kind,
                 train.fp8,
             )
-            chunks = build_chunks(
-                source.family,
-                source.computed_config,
-                self.config,
-                self.head,
-                layers=kind,
-                recompute=train.recompute,
-                extra_inputs=source.extra_inputs,
-            )
+            num_vocab_rows = source.shape.padded_vocab(tp) // tp
+            with nullcontext() if lender is None else without_memory(num_vocab_rows):
+                chunks = build_chunks(
+                    source.family,
+                    source.computed_config,
+                    self.config,
+                    self.head,
+                    layers=kind,
+                    recompute=train.recompute,
+                    extra_inputs=source.extra_inputs,
+                )
+            if lender is not None:
+                self.borrowed = self._shareable(lender)
+                device = self.mesh.platform.device
+                take_weights(chunks, lender.chunks, self.borrowed, device)
             if self.lora is not None:
                 add_adapters(chunks, self.layout(), self.lora)
             return chunks
+
+    def _shareable(self, lender: ParallelModel) -> frozenset[str]:
+        """Returns the local names of parameters that this model can take from another model."""
+        assert lender.mesh is self.mesh and lender.layers.kind == self.layers.kind
+        trained = self._layout(self.trained_family, self._place).shapes if self.lora else ()
+        return shareable(self.base_layout(), lender.base_layout(), trained, lender.frozen_weights())
 
     def replay_experts(self) -> None:
         """Makes the model reuse the experts that the engine selected, for batches that record them.
@@ -281,15 +311,19 @@ class ParallelModel:
         """Returns the layout of this rank without its adapters; not collective."""
         if not self.mesh.is_member:
             return NOTHING
-        place = self.mesh.ranks.index(self.world.rank)
-        return self._layout(base_of(self.source.family), place)
+        return self._layout(base_of(self.source.family), self._place)
+
+    def own_layout(self) -> RankLayout:
+        """Returns the layout of this rank without adapters and without parameters of another model;
+        not collective.
+        """
+        layout = self.base_layout()
+        return of_names(layout, layout.shapes.keys() - self.borrowed)
 
     def adapter_layout(self) -> RankLayout:
         """Returns the layout of this rank's adapters; not collective."""
-        if not self.mesh.is_member:
-            return NOTHING
-        place = self.mesh.ranks.index(self.world.rank)
-        return self._layout(only_adapters(self.source.family), place)
+        layout = self.layout()
+        return of_names(layout, set(filter(is_adapter, layout.shapes)))
 
     def adapter_weights(self) -> dict[str, torch.Tensor]:
         """Returns this rank's adapters, as `weights`."""
@@ -303,11 +337,22 @@ class ParallelModel:
         """Returns this rank's parameters without its adapters, as `weights`."""
         return {name: one for name, one in self.weights().items() if not is_adapter(name)}
 
+    def own_weights(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's parameters without adapters and without parameters of another model,
+        as `weights`.
+        """
+        found = self.base_weights().items()
+        return {name: one for name, one in found if name not in self.borrowed}
+
     def layout_of(self, rank: int) -> RankLayout:
         """Returns the layout of any rank; not collective."""
         if rank not in self.mesh.ranks:
             return NOTHING
         return self._layout(self.source.family, self.mesh.ranks.index(rank))
+
+    @property
+    def _place(self) -> int:
+        return self.mesh.ranks.index(self.world.rank)
 
     def _layout(self, family: Family, place: int) -> RankLayout:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
@@ -458,8 +503,8 @@ class ParallelModel:
         contain only these.
         """
         if self.mesh.is_member:
-            place = self.mesh.ranks.index(self.world.rank)
-            mark(named_parameters(self._chunks), self._layout(self.trained_family, place).shapes)
+            trained = self._layout(self.trained_family, self._place).shapes
+            mark(named_parameters(self._chunks), trained)
 
     @property
     def peers(self) -> PeerMemory | None:

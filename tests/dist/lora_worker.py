@@ -1,8 +1,9 @@
 """One rank of the tests of LoRA: real Megatron, gloo, PEFT on transformers' model as the oracle.
 
-lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full][,files]"
+lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full][,whole]..."
 
-With `files`, PEFT directories and checkpoints are checked instead of gradients.
+With `whole`, embeddings, head and norms are trained too. With `files`, PEFT directories and
+checkpoints are checked instead of gradients; with `roles`, models that share the base.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from lora_roles import check_moved, check_roles
 from megatron.core import parallel_state
 from parity_worker import LENGTHS, gradients_in_hf_names, objective, sample_batch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -35,6 +37,7 @@ from hybridrl.models.adapters.peft_files import load_peft
 from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.trainable import synced_family
 from hybridrl.models.weights import hf_shapes, megatron_layouts
 from hybridrl.parallel.groups import World
@@ -51,6 +54,12 @@ from hybridrl.services.planner.phase_memory import (
 from hybridrl.training.model import ModelSource, ParallelModel
 
 RANK, ALPHA = 4, 8
+# The last parts of HF names that PEFT's modules_to_save contains for each part of lora.full.
+MODULES = {
+    "embeddings": ["embed_tokens"],
+    "head": ["lm_head"],
+    "norms": ["input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"],
+}
 
 
 def peft_folder(base: Path, folder: Path, targets: list[str]) -> None:
@@ -66,10 +75,16 @@ def peft_folder(base: Path, folder: Path, targets: list[str]) -> None:
     model.save_pretrained(folder)
 
 
-def make(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> ParallelModel:
+def make(
+    folder: Path,
+    peft: Path,
+    layout: TrainLayout,
+    recompute: str,
+    full: tuple[str, ...] = (),
+) -> ParallelModel:
     hf_config = json.loads((folder / "config.json").read_text())
     adapter = read_peft(peft)
-    family = adapted(resolve_family(None, hf_config), adapter.lora)
+    family = adapted(resolve_family(None, hf_config), replace(adapter.lora, full=full))
     base = BaseReference(str(folder), None, None, weights_digest(folder))
     types = family, hf_config, torch.float32, family.name
     source = ModelSource(*types, folder, LONGEST, base=base)
@@ -86,18 +101,30 @@ def make(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> Paral
     return model
 
 
-def oracle(folder: Path, peft: Path):
+def oracle(folder: Path, peft: Path, full: tuple[str, ...]):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
     model.set_attn_implementation("eager")  # the default leaves out soft caps
-    model = PeftModel.from_pretrained(model, peft, is_trainable=True, autocast_adapter_dtype=False)
+    if not full:
+        given = {"is_trainable": True, "autocast_adapter_dtype": False}
+        return PeftModel.from_pretrained(model, peft, **given).double()
+    config = LoraConfig.from_pretrained(peft)
+    config.inference_mode = False
+    config.modules_to_save = [name for part in full for name in MODULES[part]]
+    config.ensure_weight_tying = model.config.tie_word_embeddings
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    stored = load_file(peft / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(stored[name.replace(".default", "")])
     return model.double()
 
 
-def expected(folder: Path, peft: Path):
-    """Returns PEFT's log-probabilities with and without the adapter, and gradients of A and B."""
-    model = oracle(folder, peft)
+def expected(folder: Path, peft: Path, full: tuple[str, ...]):
+    """Returns PEFT's log-probabilities with and without the adapter, and all its gradients."""
+    model = oracle(folder, peft, full)
     batch = sample_batch(model.config.vocab_size)
     offsets, loss = batch.offsets.tolist(), torch.zeros((), dtype=torch.float64)
     logps = []
@@ -111,7 +138,9 @@ def expected(folder: Path, peft: Path):
         logps.append(logp.detach())
     loss.backward()
     gradients = {
-        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        name.removeprefix("base_model.model.")
+        .replace(".modules_to_save", "")
+        .replace(".default", ""): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -158,7 +187,12 @@ def check_memory(model: ParallelModel) -> None:
     trained = 4 * here.trained.num
     assert trained <= gradient_bytes <= 1.1 * trained + (4 << 10), (gradient_bytes, trained)
     sizes = {one.name: one.num_bytes for one in ledger.entries({"policy": model}, {})}
-    base = model.base_weights()
+    own = named_parameters(model.chunks)
+    base = {
+        name: one
+        for name, one in model.base_weights().items()
+        if name not in own or not own[name].requires_grad
+    }
     frozen = sum(one.nbytes for one in base.values())
     biases = sum(one.nbytes for name, one in base.items() if name.endswith("expert_bias"))
     assert frozen == 4 * (here.held.num - here.trained.num), (frozen, here)
@@ -173,10 +207,12 @@ def check_memory(model: ParallelModel) -> None:
         assert names == synced.keys(), names ^ synced.keys()
 
 
-def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None:
-    model = make(folder, peft, layout, recompute)
+def check(
+    folder: Path, peft: Path, layout: TrainLayout, recompute: str, full: tuple[str, ...]
+) -> None:
+    model = make(folder, peft, layout, recompute, full)
     world = model.world
-    wanted = expected(folder, peft) if world.rank == 0 else None
+    wanted = expected(folder, peft, full) if world.rank == 0 else None
     logps, plain, gradients = world.broadcast_object(wanted, 0)
     batch = sample_batch(model.source.shape.vocab_size)
     base = {name: one.clone() for name, one in model.base_weights().items()}
@@ -201,8 +237,9 @@ def check(folder: Path, peft: Path, layout: TrainLayout, recompute: str) -> None
     total = sum(float(one.double().square().sum()) for one in gradients.values()) ** 0.5
     assert abs(norm / total - 1) < 1e-5, (norm, total)
     model.apply(1e-2, norm)
+    trained = {name for name, p in named_parameters(model.chunks).items() if p.requires_grad}
     for name, one in model.base_weights().items():
-        assert torch.equal(one, base[name]), f"{name} has changed"
+        assert torch.equal(one, base[name]) != (name in trained), f"{name} has changed"
 
 
 def update(model: ParallelModel) -> float:
@@ -271,11 +308,20 @@ def main() -> None:
             recompute = next((r for r in ("full", "selective") if r in text.split(",")), "none")
             sizes = {name: int(size) for name, size in more.items()}
             layout = TrainLayout(world.size, tp, pp, cp, vpp=vpp, **sizes)
+            full: tuple[str, ...] = ()
+            if "whole" in text:
+                tied = known.shape(hf_config).tied_embeddings
+                full = ("embeddings", "norms") if tied else ("embeddings", "head", "norms")
             if "files" in text:
                 moved = TrainLayout(world.size, pp, tp)
                 check_files(folder, peft, layout, moved)
+                models = (make(folder, peft, one, "none", full) for one in (layout, moved))
+                check_moved(*models, folder, peft)
+            elif "roles" in text:
+                models = (make(folder, peft, layout, recompute, full) for _ in range(2))
+                check_roles(*models, folder, peft)
             else:
-                check(folder, peft, layout, recompute)
+                check(folder, peft, layout, recompute, full)
             parallel_state.destroy_model_parallel()
             print(f"{family} {text} is right", flush=True)
 

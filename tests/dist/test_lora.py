@@ -12,7 +12,11 @@ WORKER = str(Path(__file__).with_name("lora_worker.py"))
 OTHERS = ("mistral", "smollm3", "phi3", "phi35", "phi4mini", "glm4", "granite", "olmo2")
 WITH_CAPS = ("gemma2", "gemma3_text")
 TWO_RANKS = ("2,1,1,1,selective", "1,2,1,2,full", "1,1,2,1")
+# With embeddings, head and norms trained too, and with models that share the base.
+WHOLE = ("2,1,1,1,whole", "1,2,1,1,whole")
+ROLES = ("2,1,1,1,roles", "1,2,1,2,full,whole,roles", "1,1,2,1,selective,roles")
 WITH_EXPERTS_ON_TWO = ("2,1,1,1,ep=2", "2,1,1,1,etp=2", "1,2,1,1")
+ROLES_OF_EXPERTS = ("2,1,1,1,ep=2,roles", "1,2,1,1,roles")
 FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
 
 
@@ -21,9 +25,13 @@ FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
     ("world", "families", "layouts"),
     [
         (2, ("qwen2", "phi3"), TWO_RANKS),
+        (2, ("llama",), (WHOLE[1], "2,1,1,1,whole,roles")),
         (2, ("qwen3_moe", "deepseek_v3"), WITH_EXPERTS_ON_TWO),
         pytest.param(1, (*OTHERS, *WITH_CAPS, "mixtral"), ("1,1,1,1",), marks=pytest.mark.full),
         pytest.param(2, FAMILIES, (*TWO_RANKS, "1,1,1,1"), marks=pytest.mark.full),
+        pytest.param(2, ("llama", "qwen2"), (*WHOLE, *ROLES), marks=pytest.mark.full),
+        pytest.param(2, WITH_EXPERTS[::2], ROLES_OF_EXPERTS, marks=pytest.mark.full),
+        pytest.param(4, ("llama",), ("2,2,1,1,whole,roles",), marks=pytest.mark.full),
         pytest.param(4, ("qwen2", "llama"), FOUR_RANKS[:2], marks=pytest.mark.full),
         pytest.param(4, WITH_EXPERTS[:1], FOUR_RANKS, marks=pytest.mark.full),
         pytest.param(2, ("gpt_oss",), ("2,1,1,1,ep=2", "1,2,1,1"), marks=pytest.mark.full),

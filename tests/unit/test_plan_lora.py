@@ -75,11 +75,36 @@ def test_the_reference_needs_time_but_no_memory() -> None:
     assert "the reference is the policy without adapters" in plan_text(with_reference)
 
 
-def test_a_critic_is_a_second_model() -> None:
+def test_a_critic_adds_only_its_adapters() -> None:
     alone, both = plan(LORA), plan(LORA, algorithm="ppo")
-    more = both["memory"]["rollout_peak_bytes"] - alone["memory"]["rollout_peak_bytes"]
+    peaks = "train_peak_bytes", "rollout_peak_bytes"
+    more = {key: both["memory"][key] - alone["memory"][key] for key in peaks}
+    assert more["train_peak_bytes"] == 18 * ADAPTERS
+    assert more["rollout_peak_bytes"] == 14 * ADAPTERS  # without gradients
+    found = {"shares_frozen_weights": True, "own_bytes": 2 * ADAPTERS}
+    assert both["lora"]["roles"]["critic"] == found
+    text = "the critic uses the policy's frozen weights; its other weights: 161 MB"
+    assert text in plan_text(both)
+
+
+def test_a_critic_in_another_layout_is_a_second_model() -> None:
+    knobs = LORA, "train.tp=2", "rollout.tp=2"
+    alike, apart = (
+        plan(*knobs, *more, world=2, algorithm="ppo") for more in ((), ("placement.critic.tp=1",))
+    )
+    more = apart["memory"]["train_peak_bytes"] - alike["memory"]["train_peak_bytes"]
     assert more >= 2 * BASE
-    assert "the critic is a second model" in plan_text(both)
+    assert "the critic is a second model" in plan_text(apart)
+    assert "the critic uses the policy's frozen weights" in plan_text(alike)
+
+
+def test_a_reference_copies_only_the_parts_that_are_trained_completely() -> None:
+    whole = "lora.full=[embeddings,head]"
+    with_reference, without = plan(LORA, whole), plan(LORA, whole, "algorithm.kl_coef=0")
+    for key in ("train_peak_bytes", "rollout_peak_bytes"):
+        more = with_reference["memory"][key] - without["memory"][key]
+        assert more == 2 * EMBEDDINGS
+    assert with_reference["lora"]["roles"]["reference"]["own_bytes"] == 2 * EMBEDDINGS
 
 
 def test_an_engine_that_holds_adapters_shares_the_base_and_receives_adapters_alone() -> None:
@@ -110,14 +135,19 @@ def test_ranks_receive_the_base_once_if_they_do_not_train_it() -> None:
     assert max(report["reshard"]["receive_bytes"]) < 2 * ADAPTERS
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
+@pytest.mark.parametrize(
+    ("engine", "algorithm"),
+    [("vllm", "grpo"), ("sglang", "grpo"), ("hf", "grpo"), ("vllm", "ppo")],
+)
 @pytest.mark.parametrize(
     "sizes",
     [("train.tp=2", "rollout.tp=2"), ("train.pp=2", "rollout.tp=1"), ("train.tp=4",)],
 )
-def test_a_search_counts_the_memory_that_a_plan_counts(sizes: tuple[str, ...], engine: str) -> None:
+def test_a_search_counts_the_memory_that_a_plan_counts(
+    sizes: tuple[str, ...], engine: str, algorithm: str
+) -> None:
     sizes = tuple(one for one in sizes if engine != "hf" or one.startswith("train"))
-    config = config_of(LORA, *sizes, engine=engine)
+    config = config_of(LORA, *sizes, engine=engine, algorithm=algorithm)
     report, violations = plan_report(config, 4, H100, Host())
     assert violations == []
     models, _ = planned_models(config)

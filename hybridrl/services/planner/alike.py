@@ -102,11 +102,11 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
             model,
             place,
             layout,
-            sizes(model, model.family),
+            sizes(model, model.own or model.family),
             sizes(model, model.trained_family) if model.is_trained else Elements(),
         )
         for model in models
-        if not model.shares_weights
+        if not model.is_shared
     ]
     return FullestRank(held, layout, engine, shared, synced)
 

@@ -6,7 +6,7 @@ No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from hybridrl.config.teacher import read_teacher
 from hybridrl.models.adapters.rows import adapted, num_adapter_parameters
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import Family, ModelShape, read_model
-from hybridrl.models.trainable import BackwardShares, backward_shares, trained_family
+from hybridrl.models.trainable import BackwardShares, backward_shares, only_parts, trained_family
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
@@ -130,8 +130,9 @@ class RoleModel:
         head: Head that is assumed when parameters are counted; a critic is counted with a
             vocabulary head, like the policy.
         freeze: Parts that stay frozen although the model is trained.
-        shares_weights: Whether its weights are the policy's frozen weights, so that it needs no
-            separate memory: the reference of a policy with adapters.
+        own: Family whose weight table contains only the weights that differ from the policy's
+            frozen weights. The others need no memory if the model has the policy's place. None if
+            no weights are shared.
     """
 
     role: str
@@ -140,7 +141,12 @@ class RoleModel:
     is_trained: bool = False
     head: Head = "lm"
     freeze: tuple[str, ...] = ()
-    shares_weights: bool = False
+    own: Family | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all weights are the policy's, as those of the reference without adapters."""
+        return self.own is not None and not self.own.rows(self.shape)
 
     @property
     def adapter_params(self) -> int:
@@ -252,10 +258,12 @@ def role_models(
     base, family = family, adapted(family, lora)
     found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:
-        is_shared = config.lora.shares_reference
-        found.append(RoleModel("reference", base, shape, shares_weights=is_shared))
-    if models.has_critic:  # a second model, also with adapters
-        found.append(RoleModel("critic", family, shape, is_trained=True, freeze=freeze))
+        own = None if lora is None else only_parts(base, shape, lora.full)
+        found.append(RoleModel("reference", base, shape, own=own))
+    if models.has_critic:
+        critic = RoleModel("critic", family, shape, is_trained=True, freeze=freeze)
+        own = None if lora is None else critic.trained_family
+        found.append(replace(critic, own=own))
     if models.has_teacher and (hf_config := read_teacher(config)) is not None:
         found.append(RoleModel("teacher", *read_model(None, hf_config)))
     for name, section in models.reward_models.items():

@@ -70,6 +70,14 @@ class Placed:
     shared: list[int]
     once: frozenset[str] = frozenset()
 
+    def shares(self, model: RoleModel) -> bool:
+        """Whether a model uses the policy's frozen weights."""
+        return model.own is not None and self.placement.of(model.role) == self.placement.policy
+
+    def holds_nothing(self, model: RoleModel) -> bool:
+        """Whether a model needs no memory for weights."""
+        return model.is_shared and self.shares(model)
+
     @property
     def best(self) -> Assignment:
         """Assignment of ranks to parts of engines."""
@@ -191,7 +199,7 @@ def held_by_ranks(
         transport: Transport that sends the weights.
     """
     placement, sizes = placed.placement, _Sizes(models[0], placed)
-    parts = [sizes.of(model) for model in models if not model.shares_weights]
+    parts = [sizes.of(model) for model in models if not placed.holds_nothing(model)]
     peers_bytes = 0  # size of the peer memory that each rank allocates for weights
     if transport == "peer" and models[0].is_trained:
         peers_bytes = itemsize * most_elements(placed.whole)
@@ -236,7 +244,8 @@ class _Sizes:
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
             layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
-        held = self._elements(model, model.family, layout)
+        own = model.own if self._placed.shares(model) else None
+        held = self._elements(model, own or model.family, layout)
         trained = [Elements()] * len(held)
         if model.is_trained:
             trained = self._elements(model, model.trained_family, layout)

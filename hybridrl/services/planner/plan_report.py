@@ -263,6 +263,8 @@ def _lora(
 
     `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
     weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
+    `roles` says for each other model whether it uses the policy's frozen weights, and the size of
+    the weights that it has in addition.
     """
     policy = roles[0]
     if (lora := policy.family.lora) is None:
@@ -277,9 +279,20 @@ def _lora(
         "engine_holds_adapters": holds,
         "sync_bytes": itemsize * sum(map(prod, synced.values())),
         "once_receive_bytes": list(once.receive_bytes),
-        "has_reference": any(model.shares_weights for model in roles),
-        "has_critic": any(model.role == "critic" for model in roles),
+        "roles": {
+            model.role: {
+                "shares_frozen_weights": (shares := laid.shares(model)),
+                "own_bytes": itemsize * _num_elements(model, shares),
+            }
+            for model in roles[1:]
+        },
     }
+
+
+def _num_elements(model: RoleModel, shares: bool) -> int:
+    """Returns the number of a model's elements over all ranks that are not the policy's."""
+    own = model.own if shares else None
+    return sum(map(prod, hf_shapes(own or model.family, model.shape, model.head).values()))
 
 
 def _cluster_report(

@@ -126,10 +126,14 @@ def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
         )
     yield f"lora     rank {lora['rank']}, {adapters} of adapters; {sent}"
     yield f"         other weights are sent once; a rank receives {once} of them"
-    if lora["has_reference"]:
-        yield "         the reference is the policy without adapters and needs no memory"
-    if lora["has_critic"]:
-        yield "         the critic is a second model, with its own frozen weights and adapters"
+    for role, found in lora["roles"].items():
+        size = traffic(found["own_bytes"])
+        if not found["shares_frozen_weights"]:
+            yield f"         the {role} is a second model, {size}"
+        elif found["own_bytes"] == 0:
+            yield f"         the {role} is the policy without adapters and needs no memory"
+        else:
+            yield f"         the {role} uses the policy's frozen weights; its other weights: {size}"
 
 
 def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
