@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +34,15 @@ from engine_cases import (
     start_packaged,
 )
 from packaged import CLASSES, needs
+from peft import PeftModel
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, ModelError, UserError
+from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
 from hybridrl.models.adapters.peft_directory import read_peft
-from hybridrl.models.adapters.rows import adapted, base_of, target_names
+from hybridrl.models.adapters.peft_files import write_peft
+from hybridrl.models.adapters.rows import HF_B, adapted, base_of, is_adapter, target_names
 from hybridrl.models.adapters.slots import POLICY, is_slot
 from hybridrl.models.family import Family, resolve_family
 from hybridrl.models.sources import TrainingShard
@@ -324,3 +331,39 @@ def test_engine_refuses_slots_of_another_shape(engine_name: str, monkeypatch) ->
     family, _ = family_of(name, Lora(8, 8.0))
     with pytest.raises(ModelError, match=f"engine parameter {some}: got shape"):
         start(engine_name, name, family)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_name", [pytest.param("vllm", marks=needs("vllm"))])
+def test_an_exported_directory_generates_in_peft_and_in_vllm_alone_what_the_engine_generates(
+    engine_name: str, tmp_path: Path
+) -> None:
+    lora, name = Lora(8, 12.0, rslora=True), name_of(engine_name, QWEN2)
+    family, targets = family_of(name, lora)
+    peft = with_adapter(make_reference(name), lora, targets, seed=4)
+    engine = start(engine_name, name, family)
+    write_tensors(engine, hf_tensors(peft, lora), 0)
+    longest = SamplingParams(temperature=0.0, max_new_tokens=12)
+    requests = make_requests(4, longest)
+    expected = [list(done.tokens) for done in generate(engine, requests)]
+    make_reference(name).save_pretrained(tmp_path / "base")
+    unscaled = {
+        key: tensor / (lora.scale if key.endswith(HF_B) else 1)
+        for key, tensor in hf_tensors(peft, lora).items()
+        if is_adapter(key)
+    }
+    base = BaseReference(str(tmp_path / "base"), None, None, "")
+    write_peft(tmp_path / "exported", unscaled, lora, base)
+    loaded = PeftModel.from_pretrained(make_reference(name), tmp_path / "exported").eval()
+    for request, tokens in zip(requests, expected, strict=True):
+        whole = torch.tensor([[*request.prompt, *tokens]])
+        best = loaded(whole).logits[0].argmax(-1).tolist()
+        assert best[len(request.prompt) - 1 : -1] == tokens
+    prompts = json.dumps([list(request.prompt) for request in requests])
+    script = Path(__file__).with_name("plain_vllm.py")
+    folders = tmp_path / "base", tmp_path / "exported"
+    command = [sys.executable, str(script), *map(str, folders), prompts]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert json.loads(ran.stdout.strip().splitlines()[-1]) == expected
