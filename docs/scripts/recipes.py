@@ -39,7 +39,13 @@ NAMES = {
     "qwen3-8b": ("Qwen3 8B", (8, 64)),
     "qwen3-30b-a3b": ("Qwen3 30B-A3B", (8, 64)),
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", (64, 256)),
+    "olmoe-1b-7b": ("OLMoE 1B-7B", (8,)),
+    "moonlight-16b-a3b": ("Moonlight 16B-A3B", (8,)),
+    "qwen2-57b-a14b": ("Qwen2 57B-A14B", (64,)),
+    "glm-4.5-air": ("GLM-4.5-Air", (64,)),
+    "glm-4.7": ("GLM-4.7", (256,)),
     "deepseek-v3": ("DeepSeek-V3", (256,)),
+    "kimi-k2-h200": ("Kimi K2, H200", (512,)),
     "qwen2.5-32b-lora-h200": ("Qwen2.5 32B, LoRA, H200", (2,)),
     "qwen2.5-32b-lora": ("Qwen2.5 32B, LoRA", (8,)),
     "llama-3.1-70b-lora": ("Llama 3.1 70B, LoRA", (4, 8)),
@@ -65,7 +71,16 @@ Memory of the fullest GPU and step times are **predicted, not measured**, for th
 
 | Recipe | GPUs | Training | Engine | Memory | Step |
 | --- | --- | --- | --- | --- | --- |"""
-PROMPTS = {1: 32, 2: 64, 4: 64, 8: 128, 16: 128, 64: 512, 256: 1024}  # a step; 8 samples each
+PROMPTS = {
+    1: 32,
+    2: 64,
+    4: 64,
+    8: 128,
+    16: 128,
+    64: 512,
+    256: 1024,
+    512: 1024,
+}  # a step; 8 samples each
 FIGURES = re.compile(r"Predicted, not measured: memory ([\d.]+) GiB .*, step ([\d.]+) s")
 
 

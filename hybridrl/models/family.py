@@ -325,6 +325,7 @@ class Family:
 
     Args:
         name: Short name, as used in `model.family`; for HF models, this is their `model_type`.
+        other_types: Other values of `model_type` with the same architecture.
         architectures: Entries in HF `architectures` that this family describes.
         shape: Function that reads the sizes from an HF config; raises ModelError if they are not
             supported.
@@ -360,14 +361,18 @@ class Family:
     is_served_fused: bool = True
     extra_inputs: Callable[[HfConfig], Any] | None = None
     lora: Lora | None = None
+    other_types: tuple[str, ...] = ()
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
         """Returns a config.json with the architecture's defaults for absent or null keys.
 
+        `model_type` is the family's name, because transformers does not know the other types.
         `quantization_config` describes the files of the model; engines receive dequantized weights.
         """
         config = {key: value for key, value in hf_config.items() if key != QUANTIZATION}
         given = {key: value for key, value in config.items() if value is not None}
+        if given.get("model_type") in self.other_types:
+            given["model_type"] = self.name
         return {**config, **self.stated, **given}
 
 
@@ -403,9 +408,11 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
     """
     family = resolve_family(name, hf_config)
     model_type = hf_config.get("model_type")
-    if model_type is None or (family.name in FAMILIES and model_type != family.name):
+    types = (family.name, *family.other_types)
+    if model_type is None or (family.name in FAMILIES and model_type not in types):
         # Engines choose the model's code by model_type, the trainer by architectures.
-        allowed = f"{family.name!r}, from architectures" if model_type else "the model's type"
+        named = " or ".join(map(repr, types))
+        allowed = f"{named}, from architectures" if model_type else "the model's type"
         raise ModelError(
             "config.json: model_type",
             MISSING if model_type is None else shown(model_type),
@@ -463,8 +470,10 @@ def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
         if _bodies(architectures) & set(family.architectures):
             return family
     model_type = hf_config.get("model_type")
-    if not architectures and isinstance(model_type, str) and model_type in known:
-        return known[model_type]
+    if not architectures:
+        for name, family in known.items():
+            if model_type in (name, *family.other_types):
+                return family
     names = [name for family in known.values() for name in family.architectures]
     short = [name.removesuffix(CAUSAL) for name in names if name.endswith(CAUSAL)]
     others = [name for name in names if not name.endswith(CAUSAL)]

@@ -297,3 +297,27 @@ def test_experts_of_all_ranks_add_up_to_those_of_one() -> None:
         own = gate_up[start : start + 2], down[start : start + 2]
         parts.append(experts_forward(hidden, *own, weights, experts.int(), local))
     torch.testing.assert_close(parts[0] + parts[1], expected)
+
+
+@pytest.mark.parametrize("engine", [pytest.param(e, marks=needs(e)) for e in CLASSES])
+def test_routers_that_an_engine_holds_in_float32_follow_the_weights(engine: str) -> None:
+    """GLM-4.5's, beside bfloat16; updates write the trainer's memory where it is the same."""
+    name, router = f"{engine}-glm4-moe", "model.layers.1.mlp.gate.weight"
+    config = PACKAGED_EXPERT_MODELS[name]
+    family = resolve_family(None, config)
+    layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
+    shard = TrainingShard(layout, allocate(layout, torch.bfloat16))
+    live = start_packaged(name, shard=shard, dtype="bfloat16")
+    assert router in live.shared
+    parameter = dict(live.model.named_parameters())[router]
+    assert (parameter.dtype, live.tensors()[router].dtype) == (torch.float32, torch.bfloat16)
+    for version in range(2):
+        model = make_reference(name, version).to(torch.bfloat16)
+        for part in (one for n, one in model.named_buffers() if n.endswith("correction_bias")):
+            part.data = part.float()
+        write_weights(live, model, version)
+        assert torch.equal(parameter, model.get_parameter(router).float())
+        assert live.stale_copy() is None
+        generate(live, make_requests(2, SamplingParams(max_new_tokens=5)))
+    parameter.data.add_(1)
+    assert live.stale_copy() == router

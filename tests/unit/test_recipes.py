@@ -19,7 +19,7 @@ SCRIPT = runpy.run_path(str(ROOT / "docs" / "scripts" / "recipes.py"))
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = [(model, size) for model, (_, sizes) in SCRIPT["NAMES"].items() for size in sizes]
 # Numbers of parameters of the published weights, the input embedding once where it is shared;
-# DeepSeek-V3's without the layer that predicts a further token.
+# those of DeepSeek-V3 and GLM without the layer that predicts a further token.
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -31,7 +31,13 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+    "moonlight-16b-a3b": 15_960_110_208,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "glm-4.5-air": 106_852_251_264,
+    "glm-4.7": 352_797_829_024,
     "deepseek-v3": 671_026_419_200,
+    "kimi-k2": 1_026_408_232_448,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }

@@ -318,6 +318,21 @@ def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any]
         family.model_keywords(hf_config)
 
 
+def test_family_deepseek_v3_describes_kimi_k2_whose_type_transformers_does_not_know() -> None:
+    root = Path(__file__).parents[2] / "examples" / "recipes" / "models"
+    kimi = read_config(root / "kimi-k2")
+    family, shape = read_model(None, kimi)
+    assert (family.name, kimi["model_type"]) == ("deepseek_v3", "kimi_k2")
+    assert (shape.num_layers, shape.moe and shape.moe.num_experts) == (61, 384)
+    assert resolve_family(None, {"model_type": "kimi_k2"}) is family
+    told = family.for_engines(kimi)
+    assert told == {**kimi, **family.stated, "model_type": "deepseek_v3"}
+    with pytest.raises(ModelError, match="'deepseek_v3' or 'kimi_k2', from architectures"):
+        read_model(None, {**kimi, "model_type": "kimi_k25"})
+    with pytest.raises(ModelError, match="quantization_config"):
+        read_model(None, {**kimi, "quantization_config": {"quant_method": "fp8"}})
+
+
 def test_family_gemma3_reads_both_forms_of_its_positions() -> None:
     gemma, scaled = resolve_family("gemma3_text", {}), {"rope_type": "linear", "factor": 8.0}
     older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaled}
@@ -364,7 +379,9 @@ def test_family_deepseek_v3_computes_the_frequencies_of_transformers() -> None:
         {"mscale": 1.0, "mscale_all_dim": 1.0},
         {"mscale": 0.7, "mscale_all_dim": 1},
     ):
-        rope = {**YARN, "rope_theta": 10000.0, "beta_fast": 8, **mscale}
+        # Equal betas as in Kimi K2.
+        beta = 1.0 if mscale.get("mscale") == 1 else 8
+        rope = {**YARN, "rope_theta": 10000.0, "beta_fast": beta, "beta_slow": 1.0, **mscale}
         sizes = SIZES | DEEPSEEK | {"qk_rope_head_dim": 32, "rope_parameters": rope}
         config = DeepseekV3Config(**sizes)
         rotary = DeepseekV3RotaryEmbedding(config)

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and models with the same architecture (R1, Moonlight).
+"""DeepSeek-V3 and models with the same architecture (R1, Moonlight, Kimi K2).
 
 The models have latent attention, shared experts, and a router with a bias that balances the
 experts. A checkpoint may contain layers for multi-token prediction (MTP) after the last layer;
-hybridrl neither reads nor writes MTP layers.
+training passes over them.
 """
 
 from __future__ import annotations
@@ -120,4 +120,5 @@ FAMILY = Family(
         "topk_group",
     },
     stated=STATED,
+    other_types=("kimi_k2",),
 )

@@ -7,7 +7,7 @@ Used for packages' engines, whose parameters have the layout of `fused_layout`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -49,16 +49,19 @@ def share(
     shard: TrainingShard | None,
     layout: RankLayout,
     layout_name: Names,
+    wide: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Replaces engine parameters by views of trainer parameters with the same content. Returns
-    these views by their names in the layout; a stack of experts is one view.
+    these views by their names in the layout; a stack of experts is one view. Parameters in `wide`
+    (wide_routers.py) are not replaced, but their views are returned, too.
     """
     if shard is None:
         return {}
     live = {layout_name(name): parameter for name, parameter in model.named_parameters()}
     views = shared_views(shard, layout, next(iter(live.values())).dtype)
     for name, view in views.items():
-        live[name].data = view
+        if name not in wide:
+            live[name].data = view
     return views
 
 

@@ -47,6 +47,7 @@ from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
 from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.common.wide_routers import WideRouters
 from hybridrl.rollout.engine import Holding, Request, unknown_adapter
 from hybridrl.rollout.registry import ENGINES, engine_package
 
@@ -193,6 +194,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         # be stopped.
         self._refusals: list[ModelError] = []
         self._views: dict[str, Tensor] = {}
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._routers = WideRouters({}, {})
         before = free_bytes(self._device)
         support = package.support(is_cpu)
         with changed_parts_explained(version, support):
@@ -201,6 +204,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self.close()
             raise self._refusals[0]
         self._tensors = live_tensors(self._live.model, self._layout_name)
+        self._tensors |= self._routers.narrow
         if self.adapters:
             self._tensors |= self.adapter_tensors(POLICY)
         self._unused = list(_parts(self._layout.padding, self._tensors))
@@ -301,7 +305,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         try:
             self._settle(model)
             tensors = live_tensors(model, self._layout_name)
-            check_parameters(layout, tensors, version)
+            wide = WideRouters.names(tensors, self._dtype)
+            check_parameters(layout, tensors, version, wide)
             dealt = [self._placement.experts_of(rank) or () for rank in self._inputs.members]
             experts = [expert for own in dealt for expert in own] or None
             check_placement(layout, tensors, shapes, load, version, experts)
@@ -314,13 +319,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._refusals.append(error)
         else:
             set_epsilon(model)
-            self._views = share(model, self._shard, layout, self._layout_name)
+            self._views = share(model, self._shard, layout, self._layout_name, wide)
+            self._routers = WideRouters.of(tensors, self._dtype, self._views)
 
     def _prepare_adapter(self, model: torch.nn.Module, slots: Mapping[str, Tensor]) -> None:
         """Checks a module's parameters again, with the slots that the package has added."""
         tensors = {**live_tensors(model, self._layout_name), **self._named_slots(slots)}
         try:
-            check_parameters(self._layout, tensors, self._inputs.version)
+            wide = self._routers.wide
+            check_parameters(self._layout, tensors, self._inputs.version, wide)
         except ModelError as error:
             self._refusals.append(error)
 
@@ -381,7 +388,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def stale_copy(self) -> str | None:
         """Returns the first copied parameter that differs from its source weights, if any."""
-        return self.copies.stale(self._live.model)
+        return self.copies.stale(self._live.model) or self._routers.stale()
 
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation and releases weights and KV cache; running requests keep their tokens.
@@ -428,6 +435,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._experts.forget()
         if self._shape.latent is not None:
             self.copies.absorb(self._live.model)
+        self._routers.widen()
         super().finish_update(version)
 
     def _stop_generation(self) -> None:

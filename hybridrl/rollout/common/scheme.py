@@ -9,7 +9,7 @@ orders q, k and v differently from the installed engine. Error messages name the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,17 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 CODES = 16
 
 
-def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str) -> None:
+def check_parameters(
+    layout: RankLayout, live: Mapping[str, Tensor], engine: str, wide: Collection[str] = ()
+) -> None:
     """Raises ModelError unless the engine has exactly the layout's parameters, all of one dtype
-    except for those kept in fp32. `engine` is the engine's name and version.
+    except for those kept in fp32.
+
+    Args:
+        layout: Layout of the engine.
+        live: The engine's parameters.
+        engine: Name and version of the engine.
+        wide: Parameters that the engine holds in fp32 (wide_routers.py).
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)
@@ -41,7 +49,7 @@ def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str
     for name in sorted(kept):
         if live[name].dtype != torch.float32:
             raise _refusal(name, live[name].dtype, "float32", engine)
-    dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in kept}
+    dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in {*kept, *wide}}
     wanted = dtypes[next(iter(layout.shapes))]
     for name, dtype in dtypes.items():
         if dtype != wanted:

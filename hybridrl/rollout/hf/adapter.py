@@ -47,7 +47,7 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 def build(inputs: EngineInputs) -> HfEngine:
     """Builds this rank's engine, which is a complete replica."""
     return HfEngine(
-        dict(inputs.hf_config),
+        inputs.family.for_engines(inputs.hf_config),
         inputs.dtype_name,
         inputs.device,
         inputs.rollout.max_batch,

@@ -71,8 +71,18 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
             f"none with {NAME}, which would attend to all positions",
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
-    elif shape.moe is not None and shape.moe.dense_layers and shape.latent is None:
-        # SGLang's Qwen3-MoE has experts in all layers, even if config.json disagrees.
+    elif shape.whole_qk_norm:
+        # SGLang's OLMoE (0.5.16) builds these norms for the heads of all ranks, but applies them
+        # to a rank's heads.
+        yield UserError(
+            "model's norms of queries and keys over all heads together",
+            "set",
+            f"none with {NAME}, which normalizes the heads of each rank apart",
+            "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
+        )
+    elif shape.moe is not None and shape.moe.dense_layers and not shape.moe.has_bias:
+        # SGLang's Qwen MoEs have experts in all layers, even if config.json disagrees. Models whose
+        # routers have a bias (DeepSeek-V3, GLM-4.5) have dense layers there, too.
         yield UserError(
             "model's layers without experts",
             ", ".join(map(str, shape.moe.dense_layers)),
