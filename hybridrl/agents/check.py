@@ -10,20 +10,28 @@ from hybridrl.agents.command import Bubblewrap
 from hybridrl.agents.samples import PICKERS, Picker
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.own_code import imported
-from hybridrl.errors import UserError
+from hybridrl.errors import MISSING, UserError
 
 
 def check_agent(agent: AgentConfig) -> list[UserError]:
     """Returns the errors that need no model: a missing package, function or sandbox."""
     if not agent.is_on:
         return []
-    found = []
-    for check in (_checked_package, _checked_function, find_picker, _checked_sandbox):
+    found = check_package()
+    for check in (_checked_function, find_picker, _checked_sandbox):
         try:
             check(agent)
         except UserError as error:
             found.append(error)
     return found
+
+
+def check_package() -> list[UserError]:
+    """Returns an error if the package that the endpoint needs is missing."""
+    if find_spec("aiohttp") is not None:
+        return []
+    allowed = "an installed package, which the endpoint for agents needs"
+    return [UserError("aiohttp", MISSING, allowed, "Run pip install 'hybridrl[agents]'.")]
 
 
 def find_picker(agent: AgentConfig) -> Picker:
@@ -36,16 +44,6 @@ def find_picker(agent: AgentConfig) -> Picker:
         return PICKERS[agent.rows]
     picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")
     return picker
-
-
-def _checked_package(agent: AgentConfig) -> None:
-    if find_spec("aiohttp") is None:
-        raise UserError(
-            "agent",
-            "a section, but the package aiohttp is not installed",
-            "a section if aiohttp is installed",
-            "Run: pip install 'hybridrl[agents]'",
-        )
 
 
 def _checked_function(agent: AgentConfig) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from hybridrl.config.agent import REWARD
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config
-from hybridrl.errors import MISSING, UserError
+from hybridrl.errors import UserError
 
 
 def agent_rules(config: Config) -> Iterator[UserError]:
@@ -46,19 +45,7 @@ def agent_rules(config: Config) -> Iterator[UserError]:
             "of two sequences, and an agent's response may consist of several",
             "Use grpo.",
         )
-    yield from endpoint_rules()
     yield from _engine_rules(config)
-
-
-def endpoint_rules() -> Iterator[UserError]:
-    """Yields an error if a package that the endpoint needs is not installed."""
-    if find_spec("aiohttp") is None:
-        yield UserError(
-            "aiohttp",
-            MISSING,
-            "an installed package, which the endpoint for agents needs",
-            "Run pip install 'hybridrl[agents]'.",
-        )
 
 
 def _engine_rules(config: Config) -> Iterator[UserError]:

@@ -12,7 +12,6 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.generation.resampling import UniformGroupsWarning
 from hybridrl.loop import garbage, rollout_setup, setup
-from hybridrl.loop.agent_notes import agent_notes
 from hybridrl.loop.checkpoints import Checkpoints
 from hybridrl.loop.copying import Copies
 from hybridrl.loop.engine_phases import EnginePhases
@@ -124,8 +123,6 @@ class Run:
             placement=placement,
             notify=notify,
         )
-        for note in agent_notes(config, data.tokenizer, self.sampler.sampling.stop_token_ids):
-            notify(note)
         self.hybrid_engine = self.ledger.hybrid_engine = rollout_setup.make_hybrid_engine(
             config, model, source, engine, memories, weights, placement
         )

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.agents.check import check_agent
+from hybridrl.agents.check import check_agent, check_package
 from hybridrl.checkpoint.folders import (
     EXPORTS,
     HF_FILES,
@@ -38,7 +38,6 @@ from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models, trains_policy
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
-from hybridrl.config.rules_agent import endpoint_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
@@ -228,7 +227,8 @@ def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -
             checkpoint.
     """
     found = without_training(_common(config, world_size, has_teacher=False))
-    _raise_all([*endpoint_rules(), *found])
+    is_checked = config.agent.is_on  # among the other violations
+    _raise_all(found if is_checked else [*check_package(), *found])
     if checkpoint is None:
         _check_run(config, trains=False)
         return

@@ -28,6 +28,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
+from hybridrl.loop.agent_setup import make_agent_episodes
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.sources import TrainingShard, WeightSource
@@ -220,9 +221,6 @@ def make_sampler(
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes: Episodes | AgentEpisodes | None
     if config.agent.is_on:
-        # Imported here, because it imports aiohttp, which only agents need.
-        from hybridrl.loop.agent_setup import make_agent_episodes
-
         vocab_size, needs_report = source.shape.vocab_size, scorer.counts_turns
         episodes = make_agent_episodes(
             config, world, replica, tokenizer, ends, vocab_size, needs_report, notify

@@ -88,6 +88,13 @@ def test_functions_and_sandboxes_are_looked_up(monkeypatch, tmp_path):
     assert check_agent(AgentConfig(function="own_agents:silent")) == []
 
 
+def test_the_package_of_the_endpoint_is_needed_only_by_agents(monkeypatch):
+    monkeypatch.setattr("hybridrl.agents.check.find_spec", lambda name: None)
+    (found,) = check_agent(AgentConfig(command="true"))
+    assert found.name == "aiohttp" and "hybridrl[agents]" in found.remedy
+    assert check_agent(AgentConfig()) == []
+
+
 def test_speed_and_variables_do_not_identify_a_run():
     one = identity(config_of({"command": "true"}))
     fast = {"command": "true", "concurrency": 2, "timeout_s": 5.0, "env": {"A": "b"}}
