@@ -133,23 +133,24 @@ class ChatTemplate:
         The arguments are those of `continuation`.
         """
         messages = self.prepared(conversation.messages)
+        before, new = messages[: num_known - 1], messages[num_known:]
         turn = messages[num_known - 1]
         if calls := turn.get("tool_calls"):
             marked = [self._marked_call(call) for call in calls]
-            turn = {"role": ASSISTANT, "content": turn["content"], "tool_calls": marked}
-        else:
-            turn = {"role": ASSISTANT, "content": self._mark}
-        known, new = [*messages[: num_known - 1], turn], messages[num_known:]
-        _, found, after = self.text(conversation, [*known, *new], True).rpartition(self._mark)
-        if not found:
-            return None
-        if not calls:
-            return after
-        # The text of the calls goes on after the mark: find where it ends.
-        _, found, rest = self.text(conversation, known, False).rpartition(self._mark)
-        if not found or not after.startswith(rest):
-            return None
-        return rest[self._end_of_turn(rest) :] + after[len(rest) :]
+            calling = {"role": ASSISTANT, "content": turn["content"], "tool_calls": marked}
+            known = [*before, calling]
+            _, found, after = self.text(conversation, [*known, *new], True).rpartition(self._mark)
+            if found:
+                # The text of the calls goes on after the mark: find where it ends.
+                rest = self.text(conversation, known, False).rpartition(self._mark)[2]
+                if not after.startswith(rest):
+                    return None
+                return rest[self._end_of_turn(rest) :] + after[len(rest) :]
+        # The turn has no calls, or the template does not render them.
+        marked_turn = {"role": ASSISTANT, "content": self._mark}
+        text = self.text(conversation, [*before, marked_turn, *new], True)
+        _, found, after = text.rpartition(self._mark)
+        return after if found else None
 
     def text(
         self, conversation: Conversation, messages: Sequence[Message], opens_turn: bool

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from agent_templates import FAMILIES, chat_template
+from chat_tokenizers import byte_tokenizer
 
+from hybridrl.agents.chat_template import ChatTemplate
 from hybridrl.agents.conversation import Conversation, assistant, tool_call
 from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import FORMATS, TurnReader, named_format
@@ -171,6 +173,19 @@ def test_users_are_told_how_a_template_treats_earlier_turns(name: str) -> None:
         assert expected in note
     unknown = template_notes(chat_template(name), TurnReader(None))
     assert "no known format of tool calls" in unknown[-1]
+
+
+def test_a_template_that_only_joins_contents_continues_and_says_what_it_leaves_out() -> None:
+    joined = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>"
+    joined += "{% endif %}{% endfor %}"
+    tokenizer = byte_tokenizer(joined)
+    template = ChatTemplate(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    call = tool_call("c", "look_up", {"x": "y"})
+    messages = (USER, assistant("[1*2]", "", [call]), {"role": "tool", "content": "(2)"})
+    assert template.text_after(Conversation(messages), 2) == "<|im_end|>(2)"
+    notes = template_notes(template, TurnReader.for_template(joined))
+    assert len(notes) == 2
+    assert "which tools" in notes[0] and "no known format" in notes[1]
 
 
 def test_a_format_can_be_named_and_unknown_names_are_refused() -> None:
