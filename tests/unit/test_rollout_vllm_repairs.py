@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hybridrl.errors import ModelError
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.start import (
     SECOND_RUNNER_LIST,
+    any_world_size,
     compute_on_current_stream,
     second_runner,
 )
@@ -53,6 +54,18 @@ def test_a_layer_without_maps_is_refused(maps: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="expert_map") as caught:
         deal_experts(mixture(**maps), [1, 2])
     assert caught.value.remedy == "Set rollout.ep=1."
+
+
+def test_gpt_oss_does_not_ask_for_the_size_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, jobs = "vllm.model_executor.models", SimpleNamespace(is_initialized=lambda: True)
+    models, model = ModuleType(name), ModuleType(f"{name}.gpt_oss")
+    models.gpt_oss, model.dist = model, jobs  # type: ignore[attr-defined]
+    for module in (ModuleType("vllm"), ModuleType("vllm.model_executor"), models, model):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with any_world_size(("GptOssForCausalLM",)):
+        assert not model.dist.is_initialized()
+    with any_world_size(("LlamaForCausalLM",)):
+        assert model.dist is jobs
 
 
 def test_a_step_on_another_stream_is_waited_for_where_its_tokens_are_copied(

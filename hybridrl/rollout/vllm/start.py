@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ def start(
         _after_loading(prepare, prepare_adapter),
         _after_caching(listen),
         second_runner(settings.architectures),
+        any_world_size(settings.architectures),
         experts_without_adapters() if inputs.slots is not None else contextlib.nullcontext(),
     ):
         llm = _make_engine(settings, arguments, inputs.version, layout.place(inputs.rank))
@@ -315,6 +317,23 @@ def second_runner(architectures: Sequence[str]) -> Iterator[None]:
 
     listed = vars(config).get(SECOND_RUNNER_LIST, frozenset()) | set(architectures)
     with replaced(config, SECOND_RUNNER_LIST, listed, if_there=True):
+        yield
+
+
+@contextlib.contextmanager
+def any_world_size(architectures: Sequence[str]) -> Iterator[None]:
+    """Context manager: makes vLLM's GPT-OSS start in jobs of any size.
+
+    Its experts' width must be a multiple of the number of ranks of the whole job (gpt_oss.py, 0.32,
+    MLPBlock), although only the ranks of an engine divide it.
+    """
+    if "GptOssForCausalLM" not in architectures:
+        yield
+        return
+    from vllm.model_executor.models import gpt_oss
+
+    alone = SimpleNamespace(is_initialized=lambda: False)
+    with replaced(gpt_oss, "dist", alone, if_there=True):
         yield
 
 
