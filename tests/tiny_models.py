@@ -41,6 +41,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -80,6 +82,7 @@ YARN_16 = {
     "beta_fast": 4,
     "beta_slow": 0.5,
 }
+CENTERED = ("gemma", "qwen3_5")  # norms that multiply by 1 + their weight
 FAMILIES = ("llama", "qwen2", "qwen3")
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -114,6 +117,24 @@ GPT_OSS_ROPE = {
     "beta_slow": 0.5,
     "truncate": False,
 }
+# Gated delta nets with other sizes of keys and values, and attention in every second layer.
+HYBRID = {
+    "head_dim": 24,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+# What vLLM's kernels have on CPU.
+WIDE_HYBRID = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
 
@@ -182,11 +203,12 @@ def tiny_model(
     size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
-    positions), qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe
-    (biases, a shared expert with its gate), olmoe (norms of queries and keys over all heads),
-    glm4_moe (a part of each head turns, a dense first layer, a shared expert), deepseek_v3
-    (latent attention, scaled rope, a dense first layer, experts in groups), or gpt_oss (sinks,
-    windows in turn, experts with biases and a clamped activation that bends).
+    positions), qwen3_5_text (gated delta nets and gated attention), qwen3_moe (with `dense_layers`
+    among those with experts), mixtral, qwen2_moe (biases, a shared expert with its gate), olmoe
+    (norms of queries and keys over all heads), glm4_moe (a part of each head turns, a dense first
+    layer, a shared expert), deepseek_v3 (latent attention, scaled rope, a dense first layer,
+    experts in groups), or gpt_oss (sinks, windows in turn, experts with biases and a clamped
+    activation that bends).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -255,6 +277,9 @@ def tiny_model(
         own = {"head_dim": 64 if wide else 24, "intermediate_size": sizes["hidden_size"]}
         own |= {"sliding_window": 7, "rope_parameters": dict(GPT_OSS_ROPE)}
         model = GptOssForCausalLM(GptOssConfig(**(sizes | EXPERTS | own)))
+    elif name == "qwen3_5_text":
+        own = copy.deepcopy(HYBRID) | (WIDE_HYBRID if wide else {})
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
@@ -262,8 +287,11 @@ def tiny_model(
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_plain_norm = "norm" in parameter_name and not name.startswith("gemma")
-        parameter.data = noise * 0.1 + (1.0 if is_plain_norm else 0.0)
+        is_norm = "norm" in parameter_name and not name.startswith(CENTERED)
+        # The norm in a gated delta net is not centered. Larger decays would forget too soon.
+        shift = 1.0 if is_norm or "linear_attn.norm" in parameter_name else 0.0
+        shift = -1.5 if parameter_name.endswith("A_log") else shift
+        parameter.data = noise * 0.1 + shift
         if name == "gpt_oss" and ("gate_up_proj" in parameter_name or "sinks" in parameter_name):
             parameter.data *= 5  # so that many gates are clamped, and sinks take part
     for buffer_name, buffer in model.named_buffers():

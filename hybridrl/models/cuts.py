@@ -75,8 +75,9 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
-    heads = ((0, q0, q1), (1, kv0, kv1), (2, kv0, kv1))
-    return Cut(0, [Run(i, a * shape.head_dim, b * shape.head_dim) for i, a, b in heads])
+    head, query = shape.head_dim, shape.query_size // shape.num_heads
+    heads = ((0, q0 * query, q1 * query), (1, kv0 * head, kv1 * head), (2, kv0 * head, kv1 * head))
+    return Cut(0, [Run(*one) for one in heads])
 
 
 def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> Cut:
@@ -117,19 +118,25 @@ def _heads(
 
 
 def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
-    """Returns all rows of Megatron's linear_qkv: for each KV head, the head's queries, key and
-    value.
+    """Returns all rows of Megatron's linear_qkv: for each KV head, the head's queries, their gates
+    if attention is gated, the key and the value. In the HF tensor, a query's gate follows it.
 
     Each rank holds an equal share of these rows. If there are fewer KV heads than ranks, a rank's
     share is only part of a head's group, and Megatron gathers the activations
     (transformer/attention.py, get_query_key_value_tensors).
     """
-    head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
+    head, per_query = shape.head_dim, shape.query_size // shape.num_heads
+    group = shape.num_heads // shape.num_kv_heads * per_query
     if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
         raise table_error(row.megatron, f"HF shapes {row.shapes}, which do not match the heads")
     runs: list[Run] = []
     for kv in range(shape.num_kv_heads):
-        runs.append(Run(0, kv * group, (kv + 1) * group))
+        start, stop = kv * group, (kv + 1) * group
+        if shape.gated_attention:
+            for first in (start, start + head):  # queries, then gates
+                runs += [Run(0, one, one + head) for one in range(first, stop, per_query)]
+        else:
+            runs.append(Run(0, start, stop))
         runs += [Run(part, kv * head, (kv + 1) * head) for part in (1, 2)]
     return runs
 

@@ -25,19 +25,21 @@ from hybridrl.models.hf.config_keys import (
     check_keys,
     check_values,
 )
+from hybridrl.models.mixers import MixerShape
 
 HfConfig = Mapping[str, Any]
-RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up"]
+RowKind = Literal[
+    "vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up", "sections"
+]
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
 CAUSAL = "ForCausalLM"  # suffix of most architecture names
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-# Suffixes of HF tensors that stay float32 in models of any data type, as in transformers
-# (`_keep_in_fp32_modules_strict`), Megatron and engines, because 16 bits cannot represent a small
-# update of a router's bias.
-KEPT_IN_FP32 = ("e_score_correction_bias",)
+# Suffixes of HF tensors that stay float32 in models of any data type, as in engines: 16 bits cannot
+# represent a small update of a router's bias, or of a decay's logarithm.
+KEPT_IN_FP32 = ("e_score_correction_bias", ".A_log")
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,9 @@ class ModelShape:
         attention_cap: Soft cap c for scaled products of queries and keys, which become c
             tanh(product / c); 0 for no cap.
         logits_cap: Soft cap for logits, applied before division by the temperature.
+        gated_attention: Whether attention's output is multiplied by the sigmoid of a gate. The
+            query projection then contains, for each head, its query and its gate.
+        mixer: Recurrent module that replaces attention in some layers; None if there is none.
     """
 
     num_layers: int
@@ -224,12 +229,27 @@ class ModelShape:
     attention_cap: float = 0.0
     logits_cap: float = 0.0
     num_whole_layers: int = 0
+    gated_attention: bool = False
+    mixer: MixerShape | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention: all layers, if there is no mixer."""
+        recurrent = () if self.mixer is None else self.mixer.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+
+    @property
+    def query_size(self) -> int:
+        """Number of rows of the query projection, including the gates."""
+        return self.num_heads * self.head_dim * (2 if self.gated_attention else 1)
 
     @property
     def torch_only(self) -> str:
         """Describes a feature that only torch's layers support; empty if there is none."""
         if self.attention_sinks:
             return "the model's attention has sinks"
+        if self.mixer is not None:
+            return f"the model has {self.mixer.name}"
         if self.attention_cap:
             return "the model has a soft cap of products of queries and keys"
         if self.centered_norms or self.activation != "silu":
@@ -283,7 +303,7 @@ class Row:
         shapes: Shapes of the HF tensors, or of the parts of a tensor with a repeated name.
         kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
             `replicated`: every rank holds the whole parameter; several parts are concatenated.
-            `column`: dim 0 is split evenly. `heads`, `kv_heads`: like `column`, but query heads or
+            `column`: dim 0 is split evenly. `sections`: like `gate_up`, with other parts. `heads`, `kv_heads`: like `column`, but query heads or
             key heads are never split. `row`: dim 1 is split evenly. `vocab`: dim 0 is padded
             (`ModelShape.padded_vocab`), then split evenly. `gate_up`: each part is split evenly
             along dim 0; a rank concatenates its slices. `qkv`: the rows of the three parts are

@@ -199,6 +199,7 @@ def fused_layout(
 
     Names and order are as in vLLM. `qkv_proj` is [queries; keys; values] for the rank's heads,
     where key-value heads are replicated if `tp` exceeds their number. `gate_up_proj` is [gate; up].
+    A gated delta net has `in_proj_qkvz`, [queries; keys; values; gates], and `in_proj_ba`.
     `fused_qkv_a_proj` is the down projection to [queries; keys and values]. Vocabularies are padded
     to a multiple of 64; tied models have no `lm_head`. Each expert in an engine's stacked tensor is
     a separate local tensor, `<parameter>/<index on the rank>`: `w13_weight` contains [gate; up],
@@ -419,6 +420,14 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
             f"a divisor of the model's {shape.moe.num_experts} experts",
             "Choose another train.ep.",
         )
+    if shape.gated_attention and shape.num_kv_heads < layout.tp:
+        # Megatron-Core 0.16.1 would apply the gates of all of a group's queries to some of them.
+        raise ModelError(
+            "train.tp",
+            layout.tp,
+            f"at most the model's {shape.num_kv_heads} key-value heads with gated attention",
+            "Choose another train.tp.",
+        )
     if shape.num_layers < layout.pp * layout.vpp:
         raise ModelError(
             "train.pp * train.vpp",
@@ -444,6 +453,9 @@ def _fused_name(row: Row) -> str:
         return name.replace(".q_proj.", ".qkv_proj.")
     if row.kind == "gate_up":
         return name.replace(".gate_proj.", ".gate_up_proj.")
+    if row.kind == "sections":
+        name = name.replace(".in_proj_qkv.", ".in_proj_qkvz.")
+        return name.replace(".in_proj_b.", ".in_proj_ba.")
     if row.kind == "replicated" and len(row.parts) > 1:
         return name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
     return name

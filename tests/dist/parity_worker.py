@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from hybridrl.config.schema import MoeConfig, TrainConfig
 from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
-from hybridrl.models.family import is_kept_in_fp32, resolve_family
+from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.megatron.dispatch import GatheringDispatcher
 from hybridrl.models.megatron.router import load_of
@@ -41,6 +41,7 @@ LENGTHS = [(3, 9), (5, 2), (2, 17), (7, 7), (1, 30), (4, 1), (6, 12), (3, 3)]
 # A user's own families, which no architecture name leads to.
 FAMILY_KEYS = {"olmo": "olmo_family:FAMILY", "windowed": "windowed_family:FAMILY"}
 NO_LOSSES = MoeConfig()
+ROUTER_BIAS = "e_score_correction_bias"
 GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
 
 
@@ -120,7 +121,7 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
     found = {
         name: (torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
         for name, shape in shapes.items()
-        if not is_kept_in_fp32(name)  # the bias of a router, which has no gradient
+        if not name.endswith(ROUTER_BIAS)  # which has no gradient
     }
     local = {}
     for index, chunk in enumerate(model.chunks):
@@ -300,7 +301,8 @@ def check_load(model: ParallelModel, num_tokens: int) -> None:
 def biases(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns the biases of this rank's routers by HF name."""
     weights = model.weights()
-    return {r.hf: weights[r.local].clone() for r in model.layout().regions if is_kept_in_fp32(r.hf)}
+    regions = model.layout().regions
+    return {r.hf: weights[r.local].clone() for r in regions if r.hf.endswith(ROUTER_BIAS)}
 
 
 def check_biases(folder: Path, batch: TrainBatch, found: dict[str, torch.Tensor], rate) -> None:
@@ -414,7 +416,7 @@ def main() -> None:
         largest = max(
             float(g.abs().max())
             for n, g in reference.items()
-            if n not in ("logp_T", "norm") and not is_kept_in_fp32(n)
+            if n not in ("logp_T", "norm") and not n.endswith(ROUTER_BIAS)
         )
         for text in sys.argv[4:]:
             tp, pp, cp, vpp, order, *more = text.split(",")

@@ -227,6 +227,7 @@ def decoder_family(
     ropes: tuple[str, ...] = KINDS,
     rotary_share: float | None = None,
     is_served_fused: bool = True,
+    prepare: Callable[[HfConfig], HfConfig] = lambda hf_config: hf_config,
 ) -> Family:
     """Creates the family of a llama-shaped decoder.
 
@@ -237,10 +238,11 @@ def decoder_family(
             `decoder_config`.
         defaults: Values for keys that config.json does not contain.
         ropes, rotary_share: Arguments `kinds` and `default_share` of `read_rotary`.
+        prepare: Function that changes config.json, with its defaults, before it is read.
     """
 
     def whole(hf_config: HfConfig) -> HfConfig:
-        return {**(defaults or {}), **hf_config}
+        return prepare({**(defaults or {}), **hf_config})
 
     def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
         config = whole(hf_config)
@@ -261,7 +263,7 @@ def decoder_family(
 
 def _attention_rows(shape: ModelShape) -> list[Row]:
     hidden = shape.hidden_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    q, kv = shape.query_size, shape.num_kv_heads * shape.head_dim
     qkv, proj = (f"decoder.layers.{{L}}.self_attention.linear_{x}" for x in ("qkv", "proj"))
     sizes = ((q, hidden), (kv, hidden), (kv, hidden))
     rows = [Row(f"{qkv}.weight", _parts("self_attn", "qkv", "weight"), sizes, "qkv")]
@@ -274,11 +276,14 @@ def _attention_rows(shape: ModelShape) -> list[Row]:
     if shape.whole_qk_norm:
         rows.append(norm_row("self_attention.q_layernorm", "self_attn.q_norm", q, "heads"))
         rows.append(norm_row("self_attention.k_layernorm", "self_attn.k_norm", kv, "kv_heads"))
-    rows.append(Row(f"{proj}.weight", _parts("self_attn", "o", "weight"), ((hidden, q),), "row"))
+    output = ((hidden, shape.num_heads * shape.head_dim),)
+    rows.append(Row(f"{proj}.weight", _parts("self_attn", "o", "weight"), output, "row"))
     if shape.linear_bias:
         o_bias = _parts("self_attn", "o", "bias")
         rows.append(Row(f"{proj}.bias", o_bias, ((hidden,),), "replicated"))
-    return rows
+    if shape.mixer is None:
+        return rows
+    return [replace(row, layers=shape.attention_layers) for row in rows]
 
 
 def _mlp_rows(shape: ModelShape) -> list[Row]:

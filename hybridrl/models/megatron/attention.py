@@ -202,11 +202,13 @@ class PackedSequences(PackedSeqParams):
     parallelism splits them. With shared prompts, they describe a single sequence of all positions,
     because Megatron needs them only for rotary angles, which heads.py then selects by position.
     This object contains `model_inputs` so that they reach all layers, even when layers are
-    recomputed (inputs.py).
+    recomputed (inputs.py). `derived` contains what layers other than attention compute once from
+    the boundaries.
     """
 
     shared: SharedPrompts | None = None
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    derived: dict[Any, Any] = field(default_factory=dict)
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
 
     @staticmethod

@@ -30,7 +30,7 @@ from hybridrl.models.megatron.attention import set_soft_cap
 from hybridrl.models.megatron.clamped_experts import quick_gelu
 from hybridrl.models.megatron.dispatch import gather_tokens
 from hybridrl.models.megatron.heads import LanguageModel, ValueModel
-from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs
+from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs, with_mixer
 from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
 from hybridrl.models.megatron.rotary_positions import set_rotary
 from hybridrl.models.weights import EXPERTS, Head
@@ -104,6 +104,8 @@ def transformer_config(
         **FIXED_KEYWORDS,
         "activation_func": ACTIVATIONS[shape.activation],
         "layernorm_zero_centered_gamma": shape.centered_norms,
+        "attention_output_gate": shape.gated_attention,
+        **_mixer_keywords(shape),
         **KEYWORDS[layers],
         **(_expert_keywords(layout, layers) if has_experts else {}),
         **_layout_keywords(layout, shape.num_layers, platform),
@@ -127,6 +129,14 @@ def transformer_config(
     keywords |= family.transformer_config(hf_config)
     is_latent = "kv_lora_rank" in keywords
     return (MLATransformerConfig if is_latent else TransformerConfig)(**keywords)
+
+
+def _mixer_keywords(shape: ModelShape) -> dict[str, Any]:
+    if shape.mixer is None:
+        return {}
+    # Checkpoints then store each layer by itself, because layers have different parameters.
+    is_recurrent = [int(layer in shape.mixer.layers) for layer in range(shape.num_layers)]
+    return {"linear_attention_freq": is_recurrent}
 
 
 def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
@@ -201,7 +211,7 @@ def build_chunks(
     for vp_stage in range(num_chunks) if num_chunks else [None]:
         keywords = {
             "config": config,
-            "transformer_layer_spec": _block_spec(config, scales, *spec, vp_stage),
+            "transformer_layer_spec": _block_spec(config, shape, scales, *spec, vp_stage),
             "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
             "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
             "pre_process": parallel_state.is_pipeline_first_stage(
@@ -274,6 +284,7 @@ def _mark_gradients(
 
 def _block_spec(
     config: TransformerConfig,
+    shape: ModelShape,
     scales: Scales,
     dense: ModuleSpec,
     with_experts: ModuleSpec | None,
@@ -288,11 +299,16 @@ def _block_spec(
         dense = _with_scaled_residual(dense, scales.residual)
         with_experts = with_experts and _with_scaled_residual(with_experts, scales.residual)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = [dense] * count
     if with_experts is not None:
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         kinds = config.moe_layer_freq[first : first + count]  # type: ignore[index]  # a list
         layers = [with_experts if has_experts else dense for has_experts in kinds]
+    if shape.mixer is not None:
+        layers = [
+            with_mixer(layer, shape) if number in shape.mixer.layers else layer
+            for number, layer in enumerate(layers, first)
+        ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 

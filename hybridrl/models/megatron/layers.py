@@ -35,10 +35,12 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from hybridrl.config.own_code import imported
 from hybridrl.errors import UserError
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.megatron.attention import GatherKeys, PackedAttention
 from hybridrl.models.megatron.clamped_experts import ClampedExperts, LeanClampedExperts
+from hybridrl.models.megatron.delta_net import GatedAttention
 from hybridrl.models.megatron.latent_attention import LatentAttention, LatentSubmodules
 from hybridrl.models.megatron.norm import TorchNorm
 from hybridrl.models.megatron.post_norm import norm_after
@@ -143,6 +145,7 @@ def layer_specs(
     shape: ModelShape,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
     """Returns the specs of dense layers and of layers with experts (or None), and the final norm.
+    All have attention; see `with_mixer`.
 
     Args:
         kind: Library that implements the modules.
@@ -158,6 +161,9 @@ def layer_specs(
     layer, final_norm = _layer_spec(kind, family, config)
     if shape.torch_only:
         norm_after(layer, shape)
+    if shape.gated_attention:
+        attention = layer.submodules.self_attention
+        layer.submodules.self_attention = with_module(attention, GatedAttention)
     with_experts, has_clamped = None, shape.activation == "clamped_swiglu"
     if config.num_moe_experts is not None:
         # A user's layer_spec is used for all layers; it can read the config itself.
@@ -201,6 +207,16 @@ def _layer_spec(
     if isinstance(config, MLATransformerConfig):
         _attend_over_latents(kind, layer, norm)
     return layer, norm
+
+
+def with_mixer(layer: ModuleSpec, shape: ModelShape) -> ModuleSpec:
+    """Returns a copy of a layer's spec with the model's recurrent module in place of attention."""
+    assert shape.mixer is not None
+    spec = copy.deepcopy(layer)
+    module: type = imported(shape.mixer.module)
+    spec.submodules.self_attention = ModuleSpec(module, params={"sizes": shape.mixer})
+    _keep_name(spec, "input_layernorm.")
+    return spec
 
 
 def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
@@ -385,17 +401,17 @@ def shares_prompts(
     if wanted is None and not (is_cpu or (kind == "transformer_engine" and cp == 1)):
         return False
     parts = [part for module in modules for part in module.modules()]
+    mixers = [m for part in parts if (m := getattr(part, "self_attention", None)) is not None]
     found = [a for part in parts if (a := getattr(part, "core_attention", None)) is not None]
+    found += [mixer for mixer in mixers if getattr(mixer, "core_attention", None) is None]
     others = [type(a).__name__ for a in found if not getattr(a, "takes_shared_prompts", False)]
     if wanted and others:
         raise UserError(
             "train.share_prompts",
             "true",
-            f"false with {others[0]}, which cannot attend to a shared prompt",
+            f"false with {others[0]}, which cannot continue a shared prompt",
             "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
         )
-    # By default, prompts are not shared if a model has no `core_attention`, because its layers may
-    # be recurrent.
     return bool(wanted) or (wanted is None and bool(found) and not others)
 
 

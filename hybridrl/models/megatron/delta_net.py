@@ -1,0 +1,323 @@
+"""Gated delta net as a Megatron self-attention, and attention with a gate on its output.
+
+Megatron's own gated delta net (0.16.1, ssm/gated_delta_net.py) supports neither packed sequences
+nor hosts without a GPU, and version 0.19 supports no shared prompts. This class computes packed
+sequences, resets the state at each sequence's start, and continues a shared prompt: the state and
+the last convolution inputs at the end of a prompt are the start of each of its samples, and their
+gradients flow back to the prompt.
+
+Tensor parallelism: each rank holds some key heads and their value heads, so it needs no
+communication between the two projections. Sequence parallelism is as in attention. Every rank
+computes whole sequences, so context parallelism is not supported.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from hybridrl.models.mixers import DeltaShape
+from hybridrl.models.megatron.attention import GatherKeys, PackedSequences, Readers
+from hybridrl.models.megatron.delta_rule import (
+    DeltaRule,
+    Sequences,
+    causal_convolution,
+    delta_rule,
+)
+from hybridrl.models.megatron.norm import RMSNorm
+
+
+class Stage:
+    """Sequences of a micro-batch that are computed in one call: all that continue no prompt, or all
+    that continue one.
+
+    Args:
+        spans: (start, length) of each sequence.
+        device: Device of the tensors.
+
+    Attributes:
+        sequences: Boundaries in the order of the stage.
+        index_T: Packed index of each of the stage's tokens.
+    """
+
+    def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
+        self.sequences = Sequences([length for _, length in spans], device)
+        parts = [torch.arange(start, start + length) for start, length in spans]
+        self.index_T = torch.cat(parts).to(device)
+
+
+class Recurrence:
+    """Order in which packed sequences are computed, and what each continues; shared by all layers.
+
+    Args:
+        packed: Boundaries of the sequences.
+        kernel: Number of positions that the convolution reads.
+        device: Device of the tensors.
+
+    Attributes:
+        first: Sequences that continue no prompt.
+        second: Sequences that continue a prompt; None if there are none.
+        prompts_N: For each sequence in `second`, the index of its prompt in `first`.
+        readers_P: For each sequence in `first`, the sequences in `second` that continue it.
+        place_T: For each packed token, its index in the two stages' concatenated tokens.
+        history_E: For each sequence, the packed indices of the `kernel - 1` tokens before it, and of
+            its own tokens. The number of packed tokens stands for a token before the sample.
+        history_readers: For each packed token, and for the one before all samples, its places in
+            `history_E`.
+        row_T: For each packed token, its row in the convolution of `history_E`.
+    """
+
+    def __init__(self, packed: PackedSequences, kernel: int, device: torch.device) -> None:
+        if packed.shared is not None:
+            spans = packed.shared.sequences
+        else:
+            bounds = packed.cu_seqlens_q.tolist()  # one sync point per micro-batch, as in attention
+            spans = [(a, 0, a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+        spans = [span for span in spans if span[3]]
+        alone = [span for span in spans if not span[1]]
+        continued = [span for span in spans if span[1]]
+        self.first = Stage([(start, length) for _, _, start, length in alone], device)
+        self.second = None
+        order = [self.first.index_T]
+        if continued:
+            self.second = Stage([(start, length) for _, _, start, length in continued], device)
+            order.append(self.second.index_T)
+            by_start = {start: number for number, (_, _, start, _) in enumerate(alone)}
+            prompts = torch.tensor([by_start[prefix] for prefix, *_ in continued])
+            self.readers_P = Readers.of(prompts, len(alone)).to(device)
+            self.prompts_N = prompts.to(device)
+        self.place_T = torch.cat(order).argsort()
+        self._lay_out_history(spans, kernel, device)
+
+    def _lay_out_history(
+        self, spans: list[tuple[int, int, int, int]], kernel: int, device: torch.device
+    ) -> None:
+        before, num_tokens = kernel - 1, sum(length for *_, length in spans)
+        history, row_T = [], torch.empty(num_tokens, dtype=torch.int64)
+        column, num_rows = torch.arange(-before, 0), 0
+        for prefix, shared, start, length in spans:
+            is_in_prompt = shared + column >= 0
+            history.append(torch.where(is_in_prompt, prefix + shared + column, num_tokens))
+            history.append(torch.arange(start, start + length))
+            row_T[start : start + length] = torch.arange(num_rows, num_rows + length)
+            num_rows += before + length
+        history_E = torch.cat(history)
+        self.history_readers = Readers.of(history_E, num_tokens + 1).to(device)
+        self.history_E, self.row_T = history_E.to(device), row_T.to(device)
+
+
+class GatedDeltaNet(MegatronModule):
+    """Gated delta net; input and output (S, 1, D), S split by sequence parallelism.
+
+    Args:
+        config: Megatron's configuration.
+        sizes: Sizes of the module over all ranks.
+        layer_number: Number of the layer, from 1.
+        pg_collection: Process groups.
+
+    Attributes:
+        rule: Implementation of the recurrence; delta_kernels.py sets faster ones.
+    """
+
+    takes_shared_prompts = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: DeltaShape,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.sizes = sizes
+        self.rule: DeltaRule = delta_rule
+        self.group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).tp
+        tp, hidden = self.group.size(), config.hidden_size
+        self.value_heads, self.keys = sizes.value_heads // tp, sizes.keys // tp
+        self.values, self.channels = sizes.values // tp, sizes.convolved // tp
+        column = partial(
+            ColumnParallelLinear,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.group,
+        )
+        self.linear_qkvz = column(hidden, sizes.convolved + sizes.values)
+        self.linear_ba = column(hidden, 2 * sizes.value_heads)
+        self.conv_weight = self._parameter(self.channels, 1, sizes.kernel)
+        self.A_log = self._parameter(self.value_heads, dtype=torch.float32)
+        self.dt_bias = self._parameter(self.value_heads)
+        device = torch.cuda.current_device()
+        # Unlike a model's other norms, this one never multiplies by 1 + its weight.
+        self.out_norm = RMSNorm(
+            sizes.value_dim, config.layernorm_epsilon, dtype=config.params_dtype, device=device
+        )
+        # Each rank normalizes its own heads, so Megatron must sum the gradients over the ranks.
+        self.out_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.linear_out = RowParallelLinear(
+            sizes.values,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.group,
+        )
+
+    def _parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """Returns a parameter that is sharded along dim 0."""
+        device = torch.cuda.current_device()
+        dtype = dtype or self.config.params_dtype
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output, (S, 1, D), and None for its bias.
+
+        Args:
+            hidden_states: (S, 1, D), normalized; this tensor-parallel rank's part of the sequence.
+            attention_mask: Not used.
+            packed_seq_params: Boundaries of packed sequences.
+        """
+        if packed_seq_params is None:
+            raise ValueError("a gated delta net needs packed sequences")
+        order = self._order(packed_seq_params, hidden_states.device)
+        projected, _ = self.linear_qkvz(hidden_states)
+        steps, _ = self.linear_ba(hidden_states)
+        channels_TC, gate_TV = projected[:, 0].split((self.channels, self.values), -1)
+        beta_TG, decay_TG = steps[:, 0].float().chunk(2, -1)
+        decay_TG = -self.A_log.exp() * F.softplus(decay_TG + self.dt_bias.float())
+        mixed_TC = self._convolved(channels_TC, order)
+        output_TGV = self._recurred(mixed_TC, decay_TG, beta_TG.sigmoid(), order)
+        normed_TGV = self.out_norm(output_TGV)
+        gated = normed_TGV * F.silu(gate_TV.float()).view_as(normed_TGV)
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.linear_out(
+            gated.to(hidden_states.dtype).flatten(1)[:, None]
+        )
+        return output
+
+    def _order(self, packed: PackedSequences, device: torch.device) -> Recurrence:
+        """Returns the order of computation, which all layers of a micro-batch share."""
+        key = ("recurrence", self.sizes.kernel)
+        if key not in packed.derived:
+            packed.derived[key] = Recurrence(packed, self.sizes.kernel, device)
+        found: Recurrence = packed.derived[key]
+        return found
+
+    def _convolved(self, channels_TC: torch.Tensor, order: Recurrence) -> torch.Tensor:
+        """Returns the convolved queries, keys and values, (T, C) in the model's data type."""
+        with_zero = F.pad(channels_TC, (0, 0, 0, 1))
+        history_EC = GatherKeys.apply(with_zero, order.history_E, order.history_readers)
+        convolved = causal_convolution(history_EC, self.conv_weight[:, 0])
+        return convolved.index_select(0, order.row_T).to(channels_TC.dtype)
+
+    def _recurred(
+        self,
+        mixed_TC: torch.Tensor,
+        decay_TG: torch.Tensor,
+        beta_TG: torch.Tensor,
+        order: Recurrence,
+    ) -> torch.Tensor:
+        """Returns the recurrence's output, (T, value heads, value size) fp32."""
+        query, key, value = mixed_TC.split((self.keys, self.keys, self.values), -1)
+        tokens = (
+            query.unflatten(-1, (-1, self.sizes.key_dim)),
+            key.unflatten(-1, (-1, self.sizes.key_dim)),
+            value.unflatten(-1, (-1, self.sizes.value_dim)),
+            decay_TG,
+            beta_TG,
+        )
+        if order.second is None:
+            return self.rule(*_of_stage(tokens, order.first), order.first.sequences)[0].index_select(
+                0, order.place_T
+            )
+        first, states = self.rule(
+            *_of_stage(tokens, order.first), order.first.sequences, wants_states=True
+        )
+        # Each sample's gradient of the state is summed in a fixed order.
+        states = GatherKeys.apply(states, order.prompts_N, order.readers_P)
+        second, _ = self.rule(
+            *_of_stage(tokens, order.second), order.second.sequences, state_NGKV=states
+        )
+        return torch.cat((first, second)).index_select(0, order.place_T)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the sharded tensors; parts of a fused parameter are separate tensors, so that a
+        checkpoint can be loaded at another tensor-parallel size.
+        """
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = {"conv_weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
+        found |= make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        qkv = {"query": self.keys, "key": self.keys, "value": self.values}
+        sections = {
+            "linear_qkvz": (self.linear_qkvz, {**qkv, "gate": self.values}),
+            "linear_ba": (self.linear_ba, {"beta": self.value_heads, "decay": self.value_heads}),
+        }
+        for name, (linear, parts) in sections.items():
+            self._split(found, f"{prefix}{name}.weight", parts)
+            if (rows := getattr(linear, "lora_rows", None)) is not None:
+                self._split(found, f"{prefix}{name}.lora_b", _adapted(parts, rows.tolist()))
+        self._split(found, f"{prefix}conv_weight", qkv)
+        return found
+
+    def _split(self, found: dict[str, Any], name: str, parts: dict[str, int]) -> None:
+        found[name] = _split_tensor_factory(found[name], list(parts.values()), list(parts), 0)
+
+
+def _of_stage(tokens: tuple[torch.Tensor, ...], stage: Stage) -> list[torch.Tensor]:
+    """Returns the rows of a stage's tokens."""
+    return [one.index_select(0, stage.index_T) for one in tokens]
+
+
+def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
+    """Returns how many of a layer's adapted output rows are in each of its parts."""
+    counts, start = {}, 0
+    for name, size in parts.items():
+        if count := sum(start <= row < start + size for row in rows):
+            counts[name] = count
+        start += size
+    return counts
+
+
+class GatedAttention(SelfAttention):
+    """Self-attention whose output is multiplied by the sigmoid of a gate.
+
+    Megatron's own product is compiled by torch.compile (0.16.1, `_apply_output_gate`), which takes
+    longer than a small model's step and needs a compiler on hosts without a GPU.
+    """
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate.contiguous().view(x.shape))
