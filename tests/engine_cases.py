@@ -72,6 +72,18 @@ WINDOWED_MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral-window": {**TINY, **WINDOW, "model_type": "mistral"},
 }
+# Recurrent states in all layers but one.
+HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **TINY,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}
 # Mixtures of experts, which tests of their own look at (test_expert_engines.py).
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
@@ -156,10 +168,10 @@ PACKAGED_MODELS = of_packages(HF_MODELS)
 PACKAGED_EXPERT_MODELS = of_packages(EXPERT_MODELS)
 EXPERTS = {**EXPERT_MODELS, **PACKAGED_EXPERT_MODELS}
 PACKAGED_ALL = {**PACKAGED_MODELS, **PACKAGED_EXPERT_MODELS}
-ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **PACKAGED_MODELS, **EXPERTS}
+ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **HYBRID_MODELS, **PACKAGED_MODELS, **EXPERTS}
 FUSED = with_marks(PACKAGED_MODELS)
 FUSED_EXPERTS = with_marks(PACKAGED_EXPERT_MODELS)
-MODELS = [*HF_MODELS, *WINDOWED_MODELS, *FUSED]
+MODELS = [*HF_MODELS, *WINDOWED_MODELS, *HYBRID_MODELS, *FUSED]
 ENGINES = [*MODELS, "scripted"]
 
 # float32 rounding through three layers, in other summation orders; measured up to 4e-6.
@@ -176,10 +188,12 @@ def make_reference(name: str, seed: int = 0) -> Any:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 0.3 * (TINY["hidden_size"] / config.hidden_size) ** 0.5
-            parameter.copy_(scale * noise if parameter.ndim > 1 else 1 + 0.1 * noise)
+            # Decays of larger logarithms would forget a prompt within a few tokens.
+            mean = -2 if parameter_name.endswith("A_log") else 1
+            parameter.copy_(scale * noise if parameter.ndim > 1 else mean + 0.1 * noise)
         if config.model_type == "gpt_oss":
             for layer in model.model.layers:
                 layer.mlp.experts.gate_up_proj *= 4  # so that many gates are clamped

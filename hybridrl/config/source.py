@@ -13,6 +13,7 @@ from typing import Any
 from hybridrl.config.files import read_json_object
 from hybridrl.config.hub import MODEL_FORM, PLAIN_FILES, download, model_name
 from hybridrl.config.schema import ModelConfig
+from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import ModelError
 
 WEIGHT_FILES = ["*.safetensors"]
@@ -60,7 +61,7 @@ def tokenizer_directory(model: ModelConfig) -> Path:
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the content of the model's config.json.
+    """Returns the content of the model's config.json, of the text part of a multimodal model.
 
     Raises:
         ModelError: The file is missing, damaged, or not a JSON object with unique keys.
@@ -68,4 +69,4 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     file = Path(os.path.expanduser(model.init or ""))
     if model.init is None or not os.path.isfile(file):
         file = model_directory(model, weights=False) / "config.json"
-    return read_json_object(file, ModelError)
+    return text_part(read_json_object(file, ModelError))

@@ -58,6 +58,7 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.mixers import mixer_rules
 from hybridrl.models.trainable import freeze_rules
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
@@ -107,6 +108,7 @@ def model_violations(
                 # No configuration rule checks the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
+            found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
             head: Head = "lm" if trains_policy(config) else "value"
             found += freeze_rules(config.train.freeze, family, shape, head)
             found += lora_rules(config.lora, family, shape)

@@ -31,6 +31,7 @@ from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_lay
 from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.family import bias_rule, read_model
+from hybridrl.models.mixers import mixer_rules
 from hybridrl.models.trainable import freeze_rules
 from hybridrl.models.weights import Head
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -103,6 +104,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
     if model_config is not None and not found:
         family, shape = read_model(config.model.family, model_config)
         found += bias_rule(train.moe.bias_update_rate, family, shape)
+        found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(train.freeze, family, shape, head)
         found += lora_rules(config.lora, family, shape)

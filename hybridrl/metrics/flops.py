@@ -11,7 +11,8 @@ The backward pass of a matrix product consists of two products of the same size:
 computes the gradient of the input, if an earlier layer is trained; the other product computes the
 gradient of the weight, if the weight is trained. The backward pass of attention costs twice its
 forward pass. Only matrix products and attention count, not norms, rotary positions, softmax or the
-optimizer.
+optimizer. In a gated delta net, the products with its state and its convolution count like
+attention.
 """
 
 from __future__ import annotations
@@ -42,22 +43,24 @@ def matmul_params(shape: ModelShape) -> int:
     """Returns the number of decoder weights that each token is multiplied with. In a mixture of
     experts, this includes the router and only those experts to which the token is routed.
     """
-    attention = _attention_params(shape)
+    attention = shape.num_attention_layers * _attention_params(shape)
+    if (mixer := shape.mixer) is not None:
+        attention += len(mixer.layers) * mixer.matmul_params(shape.hidden_size)
     dense = 3 * shape.hidden_size * shape.ffn_size
     if (moe := shape.moe) is None:
-        return shape.num_layers * (attention + dense)
+        return attention + shape.num_layers * dense
     width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
     mixture = shape.hidden_size * (3 * width + moe.num_experts)
     num_dense = len(moe.dense_layers)
     feed_forward = num_dense * dense + (shape.num_layers - num_dense) * mixture
-    return shape.num_layers * attention + feed_forward
+    return attention + feed_forward
 
 
 def _attention_params(shape: ModelShape) -> int:
     hidden, heads = shape.hidden_size, shape.num_heads
     if (latent := shape.latent) is None:
         q, kv = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        return hidden * (q + 2 * kv) + q * hidden
+        return hidden * (shape.query_size + 2 * kv) + q * hidden
     query = heads * latent.query_dim * (latent.query_rank or hidden)
     key_value = heads * (latent.plain_dim + latent.value_dim) * latent.key_value_rank
     down = hidden * (latent.query_rank + latent.cached_dim)
@@ -73,25 +76,31 @@ def attention_length(shape: ModelShape) -> int:
     token and layer. Matrix products cost 2 FLOPs per weight and token.
     """
     weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
-    return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))
+    per_head = shape.num_heads * (shape.head_dim + shape.value_dim)
+    return 2 * weights // max(shape.num_attention_layers * per_head, 1)
 
 
 def attended_pairs(shape: ModelShape, length: int) -> int:
-    """Returns the number of query-key pairs in a sequence, summed over all layers. Pairs that the
-    causal mask or a layer's window excludes do not count.
+    """Returns the number of query-key pairs in a sequence, summed over all layers with attention.
+    Pairs that the causal mask or a layer's window excludes do not count.
     """
     whole = length * (length + 1) // 2
     if shape.window is None:
-        return shape.num_layers * whole
+        return shape.num_attention_layers * whole
     outside = max(0, length - shape.window)  # positions that the last query does not attend to
     windowed = whole - outside * (outside + 1) // 2
     num_whole = shape.num_whole_layers
     return num_whole * whole + (shape.num_layers - num_whole) * windowed
 
 
+def recurrent_flops(shape: ModelShape) -> int:
+    """Returns the FLOPs per token of recurrent modules, without products with weights."""
+    return 0 if shape.mixer is None else len(shape.mixer.layers) * shape.mixer.token_flops
+
+
 class Flops(NamedTuple):
-    """FLOPs of a forward pass, split into products with the layers' weights, attention, and the
-    output head.
+    """FLOPs of a forward pass, split into products with the layers' weights, attention with
+    recurrent modules, and the output head.
     """
 
     weights: int
@@ -115,7 +124,8 @@ def _forward(
     outputs = shape.vocab_size if head_size is None else head_size
     return Flops(
         2 * (matmul_params(shape) + adapter_params) * tokens,
-        2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs,
+        2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs
+        + recurrent_flops(shape) * tokens,
         2 * shape.hidden_size * outputs * head_tokens,
     )
 

@@ -239,6 +239,11 @@ class ModelShape:
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
     @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - (0 if self.mixer is None else len(self.mixer.layers))
+
+    @property
     def query_size(self) -> int:
         """Number of rows of the query projection, including the gates."""
         return self.num_heads * self.head_dim * (2 if self.gated_attention else 1)
@@ -275,10 +280,24 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def cached_elements(self, tp: int) -> int:
-        """Returns how many elements each of an engine's `tp` ranks caches per token and layer."""
+        """Returns how many elements each of an engine's `tp` ranks caches per token and layer with
+        attention.
+        """
         if self.latent is not None:
             return self.latent.cached_dim  # every rank caches the same latent
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads are copied if tp > heads
+
+    def token_bytes(self, tp: int, itemsize: int) -> int:
+        """Returns how many bytes an engine's rank caches per token: keys and values, or latents."""
+        return self.num_attention_layers * self.cached_elements(tp) * itemsize
+
+    def state_bytes(self, tp: int, itemsize: int) -> int:
+        """Returns the bytes of a request's recurrent states on an engine's rank, for any number of
+        tokens.
+        """
+        if self.mixer is None:
+            return 0
+        return len(self.mixer.layers) * self.mixer.state_bytes(tp, itemsize)
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
@@ -303,12 +322,12 @@ class Row:
         shapes: Shapes of the HF tensors, or of the parts of a tensor with a repeated name.
         kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
             `replicated`: every rank holds the whole parameter; several parts are concatenated.
-            `column`: dim 0 is split evenly. `sections`: like `gate_up`, with other parts. `heads`, `kv_heads`: like `column`, but query heads or
-            key heads are never split. `row`: dim 1 is split evenly. `vocab`: dim 0 is padded
-            (`ModelShape.padded_vocab`), then split evenly. `gate_up`: each part is split evenly
-            along dim 0; a rank concatenates its slices. `qkv`: the rows of the three parts are
-            interleaved per key-value head (its query heads, its key, its value), then split evenly,
-            possibly within a head's group.
+            `column`: dim 0 is split evenly. `sections`: like `gate_up`, with other parts. `heads`,
+            `kv_heads`: like `column`, but query heads or key heads are never split. `row`: dim 1 is
+            split evenly. `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then split evenly.
+            `gate_up`: each part is split evenly along dim 0; a rank concatenates its slices. `qkv`:
+            the rows of the three parts are interleaved per key-value head (its query heads, its
+            key, its value), then split evenly, possibly within a head's group.
         stage: Pipeline stage that holds the parameter: the first, the last, or the stage of its
             layer.
         num_experts: Number of experts that each have this parameter; 0 if it does not belong to an

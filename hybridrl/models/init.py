@@ -20,8 +20,18 @@ from hybridrl.models.weights import RankLayout
 
 # The initial weights of projections into the residual stream are divided by sqrt(2 * layers), as in
 # GPT-2 (Radford et al. 2019, 2.3).
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", ".w2.weight", ".experts.down_proj")
+RESIDUAL_OUTPUTS = (
+    "o_proj.weight",
+    "down_proj.weight",
+    ".w2.weight",
+    ".experts.down_proj",
+    ".out_proj.weight",
+)
 ZEROS = ("bias", ".sinks")  # suffixes of vectors that are zero at first; the others are norms
+# In gated delta nets, as in transformers: norms that multiply by their weight in all models, biases
+# of decays, and decays whose logarithm is that of a number from 0 to 16.
+ONES = (".linear_attn.norm.weight", ".linear_attn.dt_bias")
+DECAY, MIN_DECAY, MAX_DECAY = ".linear_attn.A_log", 0.01, 16.0
 
 
 def init_weights(
@@ -56,13 +66,16 @@ def init_weights(
     for name, held in regions.items():
         stored = stored_name(name)
         shape, device = hf_shapes[name], tensors[held[0].local].device
-        if len(shape) == 1:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+        # Generated on the device, because the host would need a minute for 7 billion numbers.
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+        if stored.endswith(DECAY):
+            share = torch.rand(shape, generator=generator, device=device)
+            full = (MIN_DECAY + share * (MAX_DECAY - MIN_DECAY)).log()
+        elif len(shape) == 1:
             value = 0.0 if stored.endswith(ZEROS) else norm_weight
-            full = torch.full(shape, value, device=device)
+            full = torch.full(shape, 1.0 if stored.endswith(ONES) else value, device=device)
         else:
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-            # Generated on the device, because the host would need a minute for 7 billion numbers.
-            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
             scale = residual_std if stored.endswith(RESIDUAL_OUTPUTS) else std
             full = torch.randn(shape, generator=generator, device=device) * scale
         for region in held:

@@ -8,11 +8,14 @@ no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hybridrl.errors import UserError
+
 FP32_BYTES = 4
+DELTA_CHUNK = 64  # tokens that a gated delta net computes together
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class MixerShape:
         The layer's input and the feed-forward layer's values are not included.
         """
         raise NotImplementedError
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes per token that one layer needs while its backward pass runs."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,36 @@ class DeltaShape(MixerShape):
         return 6 * self.values * self.key_dim + 2 * self.kernel * self.convolved
 
     def stored_elements(self, hidden_size: int) -> int:
-        # The normalized input, the projections, the convolution's input and output in float32,
-        # queries, keys and values of all value heads in float32 with their products, and the
-        # normalized and gated outputs. The rest of an element's 2 bytes is counted as two elements.
-        heads = self.value_heads * (2 * self.key_dim + self.value_dim)
-        return hidden_size + 5 * self.convolved + 4 * heads + 4 * self.values
+        # The normalized input; the channels as projected, copied with their history, in float32
+        # before and after the convolution (two elements each), and convolved; the projected gates,
+        # and in float32 the output, its norm and the gates, with their product.
+        return hidden_size + 7 * self.convolved + 9 * self.values
+
+    @property
+    def scratch_bytes(self) -> int:
+        # The backward pass recomputes the rule, in float32: a state per chunk, matrices of a
+        # chunk's pairs of tokens, and queries, keys and values with their products.
+        states = self.values * self.key_dim // DELTA_CHUNK
+        pairs = 6 * self.value_heads * DELTA_CHUNK
+        return FP32_BYTES * (states + pairs + 8 * self.values + 4 * self.value_heads * self.key_dim)
+
+
+def mixer_rules(mixer: MixerShape | None, tp: int, cp: int, rollout_tp: int) -> Iterator[UserError]:
+    """Yields the violations of rules on splitting a model's recurrent modules.
+
+    Args:
+        mixer: Sizes of the modules; None if the model has none.
+        tp, cp: `train.tp` and `train.cp`.
+        rollout_tp: `rollout.tp`; 1 for an engine that does not split the model.
+    """
+    if mixer is None:
+        return
+    if cp > 1:
+        allowed = f"1 with {mixer.name}, which compute whole sequences"
+        yield UserError("train.cp", cp, allowed, "Set train.cp=1.")
+    for key, parts in (("train.tp", tp), ("rollout.tp", rollout_tp)):
+        for name, size in mixer.divided.items():
+            if size % parts:
+                allowed = f"a divisor of the model's {name} = {size}"
+                yield UserError(key, parts, allowed, f"Change {key}.")
+                break

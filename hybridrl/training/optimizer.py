@@ -97,8 +97,23 @@ def wrap_for_training(
     optimizer = ChainedOptimizer(
         [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     )
+    for part in optimizer.chained_optimizers:
+        number_as_in_groups(part)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
+
+
+def number_as_in_groups(optimizer: Any) -> None:
+    """Corrects the numbers by which a distributed optimizer finds the states of its parameters.
+
+    In a 16-bit model, the optimizer's groups list fp32 parameters first, but Megatron (0.16.1,
+    `_build_optimizer_group_ranges`) numbers parameters in the order of the gradient buffers. It
+    would save and load the states of other parameters.
+    """
+    for index, group in enumerate(optimizer.opt_group_ranges):
+        in_order = sorted(group["params"], key=lambda one: one.dtype != torch.float32)
+        for number, parameter in enumerate(in_order):
+            optimizer.model_param_group_index_map[parameter] = (index, number)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ NAMES = (*FAMILIES, "olmo")
 # along the sequence too, the rest in stages; `make test-full` has both ways for all.
 BY_SEQUENCE = ("mistral", "smollm3", "phi35", "phi4mini", "glm4", "gemma3_text")
 BY_STAGES = ("granite", "phi3", "olmo2", "gemma2")
-OTHERS = (*BY_SEQUENCE, *BY_STAGES)
+HYBRID = ("qwen3_5_text",)  # recurrent layers, which context parallelism cannot split
+OTHERS = (*BY_SEQUENCE, *BY_STAGES, *HYBRID)
 # windowed: qwen2, and windows. The others are on four ranks too.
 WITH_WINDOWS = (("windowed", "olmo"), pytest.param(("llama", "qwen3"), marks=pytest.mark.full))
 ORDER = "tp-cp-ep-dp-pp"
@@ -123,7 +124,7 @@ def test_two_ranks_give_the_gradients_of_one_process(
     ("layout", "names"),
     [
         (f"2,1,2,1,{ORDER}", BY_SEQUENCE),
-        (f"2,2,1,1,{ORDER}", BY_STAGES),
+        (f"2,2,1,1,{ORDER}", (*BY_STAGES, *HYBRID)),
         pytest.param(f"2,2,1,1,{ORDER}", BY_SEQUENCE, marks=pytest.mark.full),
         pytest.param(f"2,1,2,1,{ORDER}", BY_STAGES, marks=pytest.mark.full),
     ],
@@ -132,6 +133,13 @@ def test_other_families_have_the_gradients_of_one_process(
     layout: str, names: tuple[str, ...], models: Path
 ) -> None:
     run_ranks(4, WORKER, ["compare", str(models), ",".join(names), layout], timeout_s=400)
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_recurrent_layers_have_the_gradients_of_one_process(models: Path) -> None:
+    layouts = [one for one in TWO_RANKS if one != f"1,1,2,1,{ORDER}"]
+    run_ranks(2, WORKER, ["compare", str(models), ",".join(HYBRID), *layouts], timeout_s=300)
 
 
 # llama has scaled rope and tied embeddings, qwen3 norms of queries and keys.

@@ -229,6 +229,35 @@ def test_experts_continue_under_another_layout_with_the_same_losses(tmp_path: Pa
 
 @pytest.mark.full
 @pytest.mark.dist
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recurrent_layers_continue_under_another_layout_with_the_same_losses(
+    dtype: str, tmp_path: Path
+) -> None:
+    """Layers of two kinds, fused projections of unequal parts, and fp32 parameters in bf16."""
+    model = shutil.copytree(QUICKSTART / "model", tmp_path / "model") / "config.json"
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    kind = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    sizes |= {"linear_value_head_dim": 24, "full_attention_interval": 2}
+    model.write_text(json.dumps(json.loads(model.read_text()) | kind | sizes))
+    own = (f"model.init={model.parent}", f"model.dtype={dtype}", "steps.num_steps=9")
+    config = (*SFT, *own)
+    run(*arguments(config, tmp_path))
+    expected = records(tmp_path / "quickstart-sft")
+    # As many replicas, which sum gradients of bf16 layers in the same order.
+    copy = tmp_path / "one" / "quickstart-sft"
+    shutil.copytree(tmp_path / "quickstart-sft", copy)
+    shutil.rmtree(copy / "checkpoints" / "step_9")
+    run(*arguments(config, tmp_path / "one", "train.tp=1", "train.pp=1"), "--world", "2")
+    found = records(copy)
+    assert [one["step"] for one in found] == [one["step"] for one in expected]
+    tolerance = 1e-4 if dtype == "float32" else 2e-2  # rounding of bf16 in another order
+    for ours, theirs in zip(found[5:], expected[5:], strict=True):
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert abs(ours[name] / theirs[name] - 1) < tolerance, (ours["step"], name)
+
+
+@pytest.mark.full
+@pytest.mark.dist
 def test_grpo_on_scripted_rollouts_continues_with_the_same_gradient(tmp_path: Path) -> None:
     scripted = ("rollout.engine=scripted", "steps.num_steps=6")
     run(*arguments(GRPO, tmp_path, *scripted))

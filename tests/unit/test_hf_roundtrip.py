@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -82,6 +83,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm4": Glm4Config(**SIZES, pad_token_id=0),
     # Norms of all heads together are cut by heads: no more ranks than key-value heads.
     "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),
+    # The same with gates of attention.
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **(SIZES | {"num_key_value_heads": 4}),
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -63,6 +64,14 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 BOUNDS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,8 @@ BOUNDS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
         Olmo2Config(**SIZES),
         Glm4Config(**SIZES, pad_token_id=0),
         Glm4Config(**SIZES, pad_token_id=0, attention_bias=False),
+        Qwen3_5TextConfig(**SIZES, **HYBRID),
+        Qwen3_5TextConfig(**SIZES, **HYBRID, tie_word_embeddings=True),
     ],
 )
 def test_family_table_has_the_tensors_that_transformers_has(config: PreTrainedConfig) -> None:
@@ -275,6 +286,12 @@ def test_family_reads_new_and_old_rope_keys() -> None:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ("qwen3_5_text", {"linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "layer_types"),
+        ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_local_experts"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.files import read_json_object
+from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import CheckpointError
 from hybridrl.models.score_token import KEY
 
@@ -30,7 +31,8 @@ SIDE_FILES = (
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the contents of a directory's config.json, or of the file `path`.
+    """Returns the contents of a directory's config.json, or of the file `path`; the text part's if
+    the model is multimodal.
 
     Raises:
         CheckpointError: The file is missing or damaged, is not a JSON object, or repeats a key.
@@ -38,7 +40,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
         file = file / CONFIG_FILE
-    return read_json_object(file, CheckpointError)
+    return text_part(read_json_object(file, CheckpointError))
 
 
 def write_side_files(

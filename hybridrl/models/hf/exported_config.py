@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from hybridrl.config.wrapped_models import without_wrapper
 from hybridrl.models.hf.config_keys import QUANTIZATION, end_tokens_of
 from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
@@ -42,7 +43,9 @@ def exported_config(
         side_files: Directory with tokenizer files, if any.
         score_token: Token at which a value head's score is read.
     """
-    hf_config = {key: value for key, value in hf_config.items() if key != QUANTIZATION}
+    hf_config = {
+        key: value for key, value in without_wrapper(hf_config).items() if key != QUANTIZATION
+    }
     model_type = hf_config.get("model_type")
     if head == "lm":
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

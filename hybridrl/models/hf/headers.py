@@ -19,6 +19,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
+from hybridrl.config.wrapped_models import PREFIX, WRAPPED_PREFIX
 from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
@@ -77,7 +78,8 @@ class HfHeaders:
     Attributes:
         shapes, dtype_names, files: Shape, torch's name of the data type, and file of each tensor,
             by tensor name.
-        stored_names: Original names of tensors that `check` has renamed.
+        stored_names: Original names of tensors that have another name in a model's weight table:
+            those of a multimodal model's text part, and those that `check` has renamed.
         quantized: Names of tensors that are stored in MXFP4. Their shapes and types are those of
             the dequantized tensors in the layout of files in 16 bits.
 
@@ -103,7 +105,18 @@ class HfHeaders:
                     f"the tensor, according to {INDEX_FILE}",
                     "Fetch or export the model again.",
                 )
+        for stored in [name for name in self.files if name.startswith(WRAPPED_PREFIX)]:
+            self._rename(stored, f"{PREFIX}{stored.removeprefix(WRAPPED_PREFIX)}")
         self._join_quantized()
+
+    def _rename(self, stored: str, name: str) -> None:
+        """Gives a tensor another name than in its file."""
+        if name in self.shapes:
+            raise self._error(name, f"two tensors, also {stored}", "one tensor")
+        self.stored_names[name] = stored
+        self.shapes[name] = self.shapes.pop(stored)
+        self.dtype_names[name] = self.dtype_names.pop(stored)
+        self.files[name] = self.files.pop(stored)
 
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory contains exactly the tensors in `shapes`.
@@ -158,7 +171,8 @@ class HfHeaders:
         file = self.files[name]
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
-            start, end = json.loads(opened.read(size))[name]["data_offsets"]
+            stored = self.stored_names.get(name, name)
+            start, end = json.loads(opened.read(size))[stored]["data_offsets"]
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(mapped)[8 + size + start : 8 + size + end]
 
@@ -179,11 +193,7 @@ class HfHeaders:
             allowed = f"a tensor with this name, because several tensors have its shape: {named}"
             raise self._error(VALUE_HEAD, MISSING, allowed)
         if found:
-            (stored,) = found
-            self.stored_names[VALUE_HEAD] = stored
-            self.shapes[VALUE_HEAD] = self.shapes.pop(stored)
-            self.dtype_names[VALUE_HEAD] = self.dtype_names.pop(stored)
-            self.files[VALUE_HEAD] = self.files.pop(stored)
+            self._rename(found[0], VALUE_HEAD)
 
     def _index(self) -> dict[str, str] | None:
         """Returns the file of each tensor; None if a single file contains all tensors."""

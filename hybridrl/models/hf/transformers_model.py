@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from hybridrl.config.wrapped_models import WRAPPER
 from hybridrl.errors import ModelError
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS, QUANTIZATION
@@ -61,7 +62,7 @@ def transformers_model(
     fields = {
         key: value
         for key, value in model_config.items()
-        if key not in (*NEUTRAL_KEYS, QUANTIZATION)
+        if key not in (*NEUTRAL_KEYS, QUANTIZATION, WRAPPER)
         and (value is not None or key in NULL_IS_A_VALUE)
     }
     cuda = [device.index or 0] if device.type == "cuda" else []
@@ -84,9 +85,9 @@ def transformers_model(
             f"a causal language model of the installed transformers, for {attention} attention",
             f"Use another rollout engine, or a newer transformers. Its error: {reason}.",
         ) from error
-    for name, buffer in model.named_buffers():
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if is_kept_in_fp32(name):  # transformers keeps fp32 only when it loads weights itself
-            buffer.data = buffer.data.float()
+            tensor.data = tensor.data.float()
     if named and type(model).__name__ not in named:
         raise ModelError(
             "config.json: model_type",

@@ -27,15 +27,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from hybridrl.models.mixers import DeltaShape
 from hybridrl.models.megatron.attention import GatherKeys, PackedSequences, Readers
 from hybridrl.models.megatron.delta_rule import (
+    DeltaInputs,
     DeltaRule,
     Sequences,
     causal_convolution,
     delta_rule,
 )
 from hybridrl.models.megatron.norm import RMSNorm
+from hybridrl.models.mixers import DeltaShape
 
 
 class Stage:
@@ -71,8 +72,8 @@ class Recurrence:
         prompts_N: For each sequence in `second`, the index of its prompt in `first`.
         readers_P: For each sequence in `first`, the sequences in `second` that continue it.
         place_T: For each packed token, its index in the two stages' concatenated tokens.
-        history_E: For each sequence, the packed indices of the `kernel - 1` tokens before it, and of
-            its own tokens. The number of packed tokens stands for a token before the sample.
+        history_E: For each sequence, the packed indices of the `kernel - 1` tokens before it, and
+            of its own tokens. The number of packed tokens stands for a token before the sample.
         history_readers: For each packed token, and for the one before all samples, its places in
             `history_E`.
         row_T: For each packed token, its row in the convolution of `history_E`.
@@ -141,6 +142,8 @@ class GatedDeltaNet(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("a gated delta net cannot be split by context parallelism")
         self.sizes = sizes
         self.rule: DeltaRule = delta_rule
         self.group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).tp
@@ -244,26 +247,24 @@ class GatedDeltaNet(MegatronModule):
     ) -> torch.Tensor:
         """Returns the recurrence's output, (T, value heads, value size) fp32."""
         query, key, value = mixed_TC.split((self.keys, self.keys, self.values), -1)
-        tokens = (
+        tokens = DeltaInputs(
             query.unflatten(-1, (-1, self.sizes.key_dim)),
             key.unflatten(-1, (-1, self.sizes.key_dim)),
             value.unflatten(-1, (-1, self.sizes.value_dim)),
             decay_TG,
             beta_TG,
         )
-        if order.second is None:
-            return self.rule(*_of_stage(tokens, order.first), order.first.sequences)[0].index_select(
-                0, order.place_T
-            )
-        first, states = self.rule(
-            *_of_stage(tokens, order.first), order.first.sequences, wants_states=True
+        first, second = order.first, order.second
+        continues = second is not None
+        output, states = self.rule(
+            tokens.rows(first.index_T), first.sequences, wants_states=continues
         )
-        # Each sample's gradient of the state is summed in a fixed order.
-        states = GatherKeys.apply(states, order.prompts_N, order.readers_P)
-        second, _ = self.rule(
-            *_of_stage(tokens, order.second), order.second.sequences, state_NGKV=states
-        )
-        return torch.cat((first, second)).index_select(0, order.place_T)
+        if second is not None:
+            # The gradients of a prompt's samples are summed in a fixed order.
+            states = GatherKeys.apply(states, order.prompts_N, order.readers_P)
+            continued, _ = self.rule(tokens.rows(second.index_T), second.sequences, states)
+            output = torch.cat((output, continued))
+        return output.index_select(0, order.place_T)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -295,11 +296,6 @@ class GatedDeltaNet(MegatronModule):
 
     def _split(self, found: dict[str, Any], name: str, parts: dict[str, int]) -> None:
         found[name] = _split_tensor_factory(found[name], list(parts.values()), list(parts), 0)
-
-
-def _of_stage(tokens: tuple[torch.Tensor, ...], stage: Stage) -> list[torch.Tensor]:
-    """Returns the rows of a stage's tokens."""
-    return [one.index_select(0, stage.index_T) for one in tokens]
 
 
 def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Gated delta rule over packed sequences, in torch and fp32.
 
-The rule (Yang et al. 2024, "Gated Delta Networks", eq. 10) keeps a matrix S per value head. For each
-token, with key k and query q of length 1, value v, decay g <= 0 and step size beta:
+The rule (Yang et al. 2024, "Gated Delta Networks", eq. 10) keeps a matrix S per value head. For
+each token, with key k and query q of length 1, value v, decay g <= 0 and step size beta:
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   output = S^T q / sqrt(key size)
 
@@ -22,8 +22,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-CHUNK = 64
+from hybridrl.models.mixers import DELTA_CHUNK
+
 # Added to the squared length of queries and keys, as in transformers and engines.
 LENGTH_EPS = 1e-6
 
@@ -67,16 +69,14 @@ class Sequences:
             by_size.setdefault((length - 1).bit_length(), []).append(number)
         found = []
         for size, numbers in by_size.items():
-            chunk = min(CHUNK, 1 << size)
+            chunk = min(DELTA_CHUNK, 1 << size)
             longest = max(self.lengths[number] for number in numbers)
             column_L = torch.arange(-(-longest // chunk) * chunk)
             length_N1 = torch.tensor([self.lengths[number] for number in numbers])[:, None]
             start_N1 = torch.tensor([self.starts[number] for number in numbers])[:, None]
             index_NL = start_N1 + torch.minimum(column_L, length_N1 - 1)
             is_real_NL = column_L < length_N1
-            found.append(
-                Rows(index_NL.to(self.device), is_real_NL.to(self.device), tuple(numbers))
-            )
+            found.append(Rows(index_NL.to(self.device), is_real_NL.to(self.device), tuple(numbers)))
         return found
 
     @cached_property
@@ -98,16 +98,34 @@ class Sequences:
         return torch.tensor(numbers).argsort().to(self.device)
 
 
+class DeltaInputs(NamedTuple):
+    """Inputs of the gated delta rule for T packed tokens.
+
+    Args:
+        query_THK, key_THK: (T, key heads, key size); the rule itself scales them to length 1.
+            Consecutive value heads share a key head.
+        value_TGV: (T, value heads, value size).
+        decay_TG: Logarithm of the decay, (T, value heads) fp32, at most 0.
+        beta_TG: Step size, (T, value heads) fp32, from 0 to 1.
+    """
+
+    query_THK: torch.Tensor
+    key_THK: torch.Tensor
+    value_TGV: torch.Tensor
+    decay_TG: torch.Tensor
+    beta_TG: torch.Tensor
+
+    def rows(self, index_N: torch.Tensor) -> DeltaInputs:
+        """Returns the inputs of some tokens."""
+        return DeltaInputs(*(one.index_select(0, index_N) for one in self))
+
+
 class DeltaRule(Protocol):
     """Computes the gated delta rule over packed sequences."""
 
     def __call__(
         self,
-        query_THK: torch.Tensor,
-        key_THK: torch.Tensor,
-        value_TGV: torch.Tensor,
-        decay_TG: torch.Tensor,
-        beta_TG: torch.Tensor,
+        inputs: DeltaInputs,
         sequences: Sequences,
         state_NGKV: torch.Tensor | None = None,
         wants_states: bool = False,
@@ -115,11 +133,7 @@ class DeltaRule(Protocol):
         """Returns outputs, (T, value heads, value size), and final states or None.
 
         Args:
-            query_THK, key_THK: (T, key heads, key size); the rule itself scales them to length 1.
-                Consecutive value heads share a key head.
-            value_TGV: (T, value heads, value size).
-            decay_TG: Logarithm of the decay, (T, value heads) fp32, at most 0.
-            beta_TG: Step size, (T, value heads) fp32, from 0 to 1.
+            inputs: Inputs of all tokens.
             sequences: Boundaries of the sequences.
             state_NGKV: State before each sequence, (N, value heads, key size, value size) fp32; if
                 None, all states are zero.
@@ -129,31 +143,31 @@ class DeltaRule(Protocol):
 
 
 def delta_rule(
-    query_THK: torch.Tensor,
-    key_THK: torch.Tensor,
-    value_TGV: torch.Tensor,
-    decay_TG: torch.Tensor,
-    beta_TG: torch.Tensor,
+    inputs: DeltaInputs,
     sequences: Sequences,
     state_NGKV: torch.Tensor | None = None,
     wants_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the rule in fp32; see `DeltaRule` for arguments and results."""
-    query_THK = _of_length_1(query_THK) * query_THK.size(-1) ** -0.5
-    key_THK, value_TGV = _of_length_1(key_THK), value_TGV.float()
+    """Computes the rule in fp32; see `DeltaRule` for arguments and results.
+
+    The backward pass computes each batch of rows again, because its intermediate values are many
+    times larger than its inputs.
+    """
+    query_THK = _of_length_1(inputs.query_THK) * inputs.query_THK.size(-1) ** -0.5
+    key_THK, value_TGV = _of_length_1(inputs.key_THK), inputs.value_TGV.float()
     outputs, states = [], []
     for rows in sequences.rows:
         padding_NL1 = ~rows.is_real_NL[..., None]
-        state = None
-        if state_NGKV is not None:
-            state = state_NGKV[list(rows.numbers)]
-        output_NLGV, state = _rule_of_rows(
+        output_NLGV, state = checkpoint(
+            _rule_of_rows,
             query_THK[rows.index_NL],
             key_THK[rows.index_NL],
             value_TGV[rows.index_NL],
-            decay_TG[rows.index_NL].masked_fill(padding_NL1, 0),
-            beta_TG[rows.index_NL].masked_fill(padding_NL1, 0),
-            state,
+            inputs.decay_TG[rows.index_NL].masked_fill(padding_NL1, 0),
+            inputs.beta_TG[rows.index_NL].masked_fill(padding_NL1, 0),
+            None if state_NGKV is None else state_NGKV[list(rows.numbers)],
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         outputs.append(output_NLGV.flatten(0, 1))
         states.append(state)
@@ -189,7 +203,7 @@ def _rule_of_rows(
     """
     num_rows, length, num_keys, key_dim = query.shape
     num_values, value_dim = value.shape[2:]
-    chunk, shared = min(CHUNK, length), num_values // num_keys
+    chunk, shared = min(DELTA_CHUNK, length), num_values // num_keys
 
     def in_chunks(tokens: torch.Tensor, per_key: int) -> torch.Tensor:
         """Returns tokens as (N, H, R or 1, chunks, tokens of a chunk, ...)."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.wrapped_models import without_wrapper
 from hybridrl.errors import UserError
-from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import Request
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class EngineSettings:
 
     def config_json(self) -> dict[str, Any]:
         """Returns the config.json for the engine."""
-        return {"architectures": list(self.architectures), **self.hf_config}
+        return {"architectures": list(self.architectures), **without_wrapper(self.hf_config)}
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
@@ -96,11 +96,6 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
             "Set train.offload_optimizer=true, or split the model over more GPUs.",
         )
     return usable
-
-
-def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """Returns how many bytes a rank caches per token (keys and values, or latents)."""
-    return shape.num_layers * shape.cached_elements(tp) * itemsize
 
 
 def kv_cache_blocks(

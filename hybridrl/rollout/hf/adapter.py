@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
 from hybridrl.models.adapters.rows import only_adapters
@@ -32,14 +31,13 @@ from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
 from hybridrl.rollout.hf.experts import ChosenExperts
 from hybridrl.rollout.hf.linear_adapters import LinearAdapters
+from hybridrl.rollout.hf.slot_cache import LINEAR, SlotCache
 
 # Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
 # for which the pass computes logits. Both numbers limit the pass's memory and are large enough to
 # hide its overhead.
 PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 1024
-# Number of positions by which the cache grows.
-CACHE_BLOCK = 64
 # transformers' names of layer types.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
@@ -96,7 +94,7 @@ class HfEngine(QueuedEngine):
             shapes = hf_shapes(only_adapters(family), family.shape(model_config))
             self._adapters = LinearAdapters(self._model, shapes, (POLICY, *adapters))
             self._tensors |= self._adapters.tensors(POLICY)
-        self._cache = _SlotCache(self._model.config.num_hidden_layers)
+        self._cache = SlotCache(self._model.config)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
 
@@ -176,7 +174,10 @@ class HfEngine(QueuedEngine):
         for row in rows:
             context = _Context((*row.request.prompt, *row.tokens), row.request.adapter)
             by_context.setdefault(context, []).append(row)
-        for chosen in _prefill_chunks(sorted(by_context, key=lambda one: len(one.tokens))):
+        # States after padding would not be those of a shorter context.
+        is_padded = not self._cache.has_states
+        by_length = sorted(by_context, key=lambda one: len(one.tokens))
+        for chosen in _prefill_chunks(by_length, is_padded):
             contexts = [context.tokens for context in chosen]
             lengths = torch.tensor([len(context) for context in contexts], device=self._device)
             max_length = len(contexts[-1])
@@ -271,93 +272,6 @@ class HfEngine(QueuedEngine):
             self._cache.move(movers, holes)
 
 
-class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
-    """Preallocated keys and values, with one slot per running row.
-
-    `start_prefill` or `start_decode` sets the slots and positions that the next forward writes. The
-    model's attention then calls `update` once in each layer.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[])
-        self._num_layers = num_layers
-        # Keys and values: layer, slot, KV head, position, head size. Models with latent attention
-        # cache latents and rotary keys, whose sizes differ. Allocated at the first use.
-        self._kv: tuple[Tensor, Tensor] | None = None
-        self._slots = slice(0, 0)
-        self._source_B: Tensor | None = None
-        self._position_B: Tensor | None = None
-        self._num_keys = 0
-
-    def start_prefill(self, start: int, source_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward pass that fills slots; slot `start` + i receives the pass's row
-        source_B[i].
-        """
-        self._slots = slice(start, start + len(source_B))
-        self._source_B, self._position_B, self._num_keys = source_B, None, num_keys
-
-    def start_decode(self, position_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward pass that writes each slot at position_B and reads `num_keys` keys."""
-        self._slots = slice(0, len(position_B))
-        self._source_B, self._position_B, self._num_keys = None, position_B, num_keys
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values (B, N, L, H); returns the keys and values to attend to."""
-        keys, values = (
-            cached[layer_idx, self._slots] for cached in self._reserved(key_states, value_states)
-        )
-        if self._source_B is not None:
-            keys[:, :, : self._num_keys] = key_states[self._source_B]
-            values[:, :, : self._num_keys] = value_states[self._source_B]
-            return key_states, value_states
-        if self._position_B is None:
-            raise RuntimeError("a forward began without start_prefill or start_decode")
-        row_B1 = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        head_N = torch.arange(keys.shape[1], device=keys.device)
-        index = (row_B1, head_N, self._position_B[:, None])
-        keys[index] = key_states[:, :, 0]
-        values[index] = value_states[:, :, 0]
-        return keys[:, :, : self._num_keys], values[:, :, : self._num_keys]
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copies slots; no slot is both source and target."""
-        if self._kv is not None:
-            for cached in self._kv:
-                cached[:, targets] = cached[:, sources]
-
-    def free(self) -> None:
-        self._kv = None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0, because the engine passes positions and masks to the model explicitly."""
-        return 0
-
-    def _reserved(self, *like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the storages, enlarged if the current slots and keys need it."""
-        num_slots, length = 0, 0
-        if self._kv is not None:
-            num_slots, length = self._kv[0].shape[1], self._kv[0].shape[3]
-            if num_slots >= self._slots.stop and length >= self._num_keys:
-                return self._kv
-        num_slots_needed = max(num_slots, self._slots.stop)
-        length_needed = max(length, -(-self._num_keys // CACHE_BLOCK) * CACHE_BLOCK)
-        # Filled with zeros: attention multiplies masked positions by 0, and 0 times a stale NaN
-        # would be NaN.
-        keys, values = (
-            one.new_zeros(
-                self._num_layers, num_slots_needed, one.shape[1], length_needed, one.shape[3]
-            )
-            for one in like
-        )
-        if self._kv is not None:
-            for grown, cached in zip((keys, values), self._kv, strict=True):
-                grown[:, :num_slots, :, :length] = cached
-        self._kv = keys, values
-        return self._kv
-
-
 class _Context(NamedTuple):
     """Tokens of a prefill, and the name of the adapter that computes their keys and values."""
 
@@ -365,16 +279,17 @@ class _Context(NamedTuple):
     adapter: str | None
 
 
-def _prefill_chunks(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
+def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[list[_Context]]:
     """Splits contexts sorted by length into chunks of at least one context. Each chunk takes one
-    forward pass.
+    forward pass. If contexts must not be padded, those of a chunk have equal lengths.
     """
     chunk: list[_Context] = []
     lengths: set[int] = set()
     for context in contexts:
         length = len(context.tokens)
         num, num_lengths = len(chunk) + 1, len(lengths | {length})
-        if chunk and (num * length > PREFILL_TOKENS or num * num_lengths > PREFILL_LOGITS):
+        is_full = num * length > PREFILL_TOKENS or num * num_lengths > PREFILL_LOGITS
+        if chunk and (is_full or (num_lengths > 1 and not is_padded)):
             yield chunk
             chunk, lengths = [], set()
         chunk.append(context)
@@ -391,12 +306,12 @@ class _Masks:
     def __init__(self, config: Any) -> None:
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
-        others = sorted(kinds - {FULL, WINDOWED})
+        others = sorted(kinds - {FULL, WINDOWED, LINEAR})
         if others or (WINDOWED in kinds and window is None):
             raise ModelError(
                 "config.json: layer_types",
                 ", ".join(others) or f"{WINDOWED} without a sliding_window",
-                f"{FULL}, or {WINDOWED} with a sliding_window, for rollout.engine=hf",
+                f"{FULL}, {LINEAR}, or {WINDOWED} with a sliding_window, for rollout.engine=hf",
                 "Use another rollout engine, or another model.",
             )
         self._is_mixed = WINDOWED in kinds

@@ -19,7 +19,7 @@ from hybridrl.models.adapters.slots import POLICY
 from hybridrl.rollout.common.engine_memory import SleepingMemory
 from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
-from hybridrl.rollout.common.settings import token_bytes, too_long
+from hybridrl.rollout.common.settings import too_long
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.sglang.adapters import LiveAdapters
 from hybridrl.rollout.sglang.longrope import settle_longrope
@@ -85,7 +85,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._scheduler.before_release = lambda request: self._record([request])
         self._scheduler.reports_drawn = layout.tp > 1
         itemsize = getattr(torch, self._settings.dtype).itemsize
-        per_token = token_bytes(self._shape, layout.tp, itemsize)
+        per_token = self._shape.token_bytes(layout.tp, itemsize)
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
         self._runs_ahead = self._scheduler.is_overlapped
 

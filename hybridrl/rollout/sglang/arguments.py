@@ -14,7 +14,6 @@ from hybridrl.rollout.common.settings import (
     CPU_MAX_KV_CACHE_BYTES,
     EngineSettings,
     kv_cache_blocks,
-    token_bytes,
     usable_bytes,
 )
 
@@ -60,7 +59,7 @@ def server_arguments(
         # Shared experts stay separate parameters.
         "disable_shared_experts_fusion": True,
     }
-    per_token = token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
+    per_token = shape.token_bytes(tp, getattr(torch, settings.dtype).itemsize)
     if device_memory is None:
         return arguments | _cpu_arguments(settings, per_token)
     if shape.moe is not None:

@@ -56,6 +56,14 @@ def installed_version(is_cpu: bool) -> str:
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
     """Yields a violation if SGLang would build layers that differ from the model's."""
     del is_cpu
+    if shape.mixer is not None:
+        # Not verified; its kernels for recurrent layers need a GPU (0.5.16).
+        yield UserError(
+            "model's recurrent layers",
+            shape.mixer.name,
+            f"none with {NAME}",
+            "Choose another model, or set rollout.engine=hf.",
+        )
     if shape.attention_sinks:
         yield UserError(
             "model's attention sinks",

@@ -14,7 +14,6 @@ from hybridrl.rollout.common.settings import (
     CPU_MAX_KV_CACHE_BYTES,
     EngineSettings,
     kv_cache_blocks,
-    token_bytes,
     usable_bytes,
 )
 
@@ -131,6 +130,6 @@ def _gpu_memory(
 def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
-    block = block_size * token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
+    block = block_size * shape.token_bytes(tp, getattr(torch, settings.dtype).itemsize)
     # One more block, because vLLM never assigns block 0.
     return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

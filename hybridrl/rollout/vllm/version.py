@@ -98,6 +98,14 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
     """Yields a violation if this host's vLLM has no attention kernel for the model's head size or
     cached latent.
     """
+    if shape.mixer is not None:
+        yield UserError(
+            "model's recurrent layers",
+            shape.mixer.name,
+            f"none with {NAME}",
+            "Choose another model, or set rollout.engine=hf.",
+        )
+        return
     build = CPU if is_cpu else CUDA
     what, size, known = "model's attention head size", shape.head_dim, build.head_dims
     if shape.latent_dim is not None:

@@ -360,13 +360,12 @@ def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) ->
 def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
-    """Returns the size of a rank's KV cache and recorded experts for the longest requests."""
-    per_request = (
-        config.longest_request()
-        * shape.cached_elements(config.rollout.tp)
-        * shape.num_layers
-        * itemsize
-    )
+    """Returns the size of a rank's KV cache, recurrent states and recorded experts for the longest
+    requests.
+    """
+    tp = config.rollout.tp
+    per_request = config.longest_request() * shape.token_bytes(tp, itemsize)
+    per_request += shape.state_bytes(tp, itemsize)
     return num_requests * per_request + (replay.rollout if replay else 0)
 
 
@@ -419,15 +418,17 @@ def _activation_bytes(
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
     """Returns the memory that one rank's passes over micro-batches of one size need.
 
-    The result is the sum of the activations stored for the backward pass and the larger of two
-    temporary tensors: the head's logits, and the gradients of copied keys.
+    The result is the sum of the activations stored for the backward pass and the largest of the
+    temporary tensors: the head's logits, the gradients of copied keys, and what a recurrent
+    module's backward pass computes again.
 
     A layer stores its input, the output of each norm, and the input of the feed-forward layer (4
     hidden sizes); queries, keys and values, the latents from which they are computed, and the
     output of attention; and the feed-forward layer's two halves and their product. If samples share
     prompts, attention also stores copies of keys and values. Tensor and sequence parallelism shard
     all of these. A mixture of experts stores the feed-forward layer's values for each of a token's
-    experts, plus the experts' inputs and outputs, which ranks exchange. Tokens are assumed to be
+    experts, plus the experts' inputs and outputs, which ranks exchange. A layer with a recurrent
+    module stores that module's values instead of attention's. Tokens are assumed to be
     distributed evenly over the experts, and all layers to be mixtures of experts. A frozen model
     stores nothing for a backward pass: only one layer's values are in memory at a time.
     """
@@ -437,15 +438,23 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     attention = shape.num_heads * (shape.head_dim + shape.value_dim)
     if (latent := shape.latent) is not None:
         attention += latent.query_rank + latent.cached_dim
+    key_rows, scratch = micro.key_rows, 0
+    if (mixer := shape.mixer) is not None:
+        recurrent, share = mixer.stored_elements(shape.hidden_size), len(mixer.layers)
+        key_rows = key_rows * (shape.num_layers - share) // shape.num_layers
+        if config.train.recompute == "full":
+            attention = max(attention, recurrent)
+        else:  # the mean over all layers
+            attention += (recurrent - attention) * share // shape.num_layers
+        if model.is_trained:
+            scratch = micro.positions * mixer.scratch_bytes // parts
     product, exchanged = shape.ffn_size, 0
     if (moe := shape.moe) is not None:
         product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
     per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
     layers, stages = -(-shape.num_layers // layout.pp), layout.pp
-    whole = (
-        micro.positions * per_token + micro.key_rows * key_size
-    )  # elements that one layer stores
+    whole = micro.positions * per_token + key_rows * key_size  # elements that one layer stores
     if not model.is_trained:
         kept, stages = whole, 1
     elif (
@@ -456,10 +465,9 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         kept = (whole - micro.positions * product) * layers
     else:
         kept = whole * layers
-    scratch = 0
     if model.head == "lm":
         logits = micro.positions * shape.padded_vocab(layout.tp) // parts
-        scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
+        scratch = max(scratch, min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES))
     if model.is_trained and micro.key_rows > micro.positions:
         # GatherKeys.backward holds the gradients of copied keys and values, and sums one of the two
         # in fp32.

@@ -127,6 +127,8 @@ class Search:
         experts, engine = num_experts(self.hf_config), ENGINES[config.rollout.engine]
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         most_cp = longest // LEAST_PART if longest >= LONG_SEQUENCE else 1
+        if self.models[0].shape.mixer is not None:
+            most_cp = 1  # recurrent modules compute whole sequences
         layers = self.models[0].shape.num_layers
         most_engine = node * MOST_NODES_OF_ENGINE if engine.is_tensor_parallel else 1
         sizes = {

@@ -17,7 +17,7 @@ from math import ceil
 
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
-from hybridrl.metrics.flops import matmul_params
+from hybridrl.metrics.flops import matmul_params, recurrent_flops
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
@@ -41,6 +41,8 @@ ROUTER_BYTES = 4 + 1
 LOST_TOKENS = 850.0
 # Rate of the experts' grouped matrix products, as a share of the rate of large matrix products.
 EXPERTS_SHARE = 0.6
+# Assumed, not measured: the share of the matrix rate that products in recurrent modules reach.
+RECURRENT_SHARE = 0.1
 # Cost of a backward pass relative to a forward pass, for dense models and for mixtures of experts.
 BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
 # Rate of collectives in tensor-parallel layers and in experts, as a share of the link's rate: for
@@ -242,7 +244,8 @@ class PassTimes:
             of_experts = 2.0 * mixed * 3 * shape.hidden_size * width * tokens
             copies = EXPERT_COPIES * moe.experts_per_token * shape.hidden_size
         per_head = shape.head_dim + shape.value_dim
-        flops += shape.num_layers * 2.0 * shape.num_heads * per_head * found.pairs
+        flops += shape.num_attention_layers * 2.0 * shape.num_heads * per_head * found.pairs
+        flops += recurrent_flops(shape) * tokens / RECURRENT_SHARE
         elements = HIDDEN_COPIES * shape.hidden_size + PRODUCT_COPIES * product + copies
         traffic = 2.0 * elements * shape.num_layers * tokens
         matrix_s = (flops - of_experts + of_experts / EXPERTS_SHARE) / self._matrix_rate
@@ -340,10 +343,11 @@ def generation_s(
         num_steps = max(num_steps, ceil(requests / together) * lengths.response)
     memory = assumed.values["memory_gb_per_s"].value * 1e9
     matrix = assumed.values["matrix_tflops"].value * 1e12
-    cached = 2.0 * shape.cached_elements(tp) * shape.num_layers
+    cached = 1.0 * shape.token_bytes(tp, 2)
     usual = lengths.prompt + lengths.response / 2
     # This sums over the tokens of all requests, so steps with fewer requests cost less.
-    cache_s = requests * lengths.response * usual * cached / memory
+    states = 2.0 * shape.state_bytes(tp, 2)  # read and written
+    cache_s = requests * lengths.response * (usual * cached + states) / memory
     params = matmul_params(shape) + adapter_params
     compute = 2.0 * (params + shape.hidden_size * shape.vocab_size)
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)

@@ -1,0 +1,142 @@
+"""The gated delta rule in chunks, against the rule token by token, and its order of sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
+from hybridrl.models.megatron.delta_net import Recurrence
+from hybridrl.models.megatron.delta_rule import (
+    LENGTH_EPS,
+    DeltaInputs,
+    Sequences,
+    causal_convolution,
+    delta_rule,
+)
+
+KEYS, VALUES, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
+# One token, less than a chunk, exactly one, one more, and several.
+LENGTHS = (1, 30, 64, 65, 150, 3)
+CPU = torch.device("cpu")
+# fp32 against fp64; the largest gradient is about 3.
+TOLERANCE = 2e-5
+
+
+def drawn(lengths: tuple[int, ...], seed: int = 0) -> tuple[DeltaInputs, torch.Tensor]:
+    """Returns random inputs that remember about 20 tokens, and states."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    inputs = DeltaInputs(
+        noise(tokens, KEYS, KEY_DIM),
+        noise(tokens, KEYS, KEY_DIM),
+        noise(tokens, VALUES, VALUE_DIM),
+        -0.05 * noise(tokens, VALUES).abs(),
+        noise(tokens, VALUES).sigmoid(),
+    )
+    return inputs, noise(len(lengths), VALUES, KEY_DIM, VALUE_DIM)
+
+
+def token_by_token(
+    inputs: DeltaInputs, lengths: tuple[int, ...], states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule as the paper writes it."""
+    query, key = (
+        one / (one.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt() for one in inputs[:2]
+    )
+    query, key = (one.repeat_interleave(VALUES // KEYS, 1) for one in (query, key))
+    outputs, finals, at = [], [], 0
+    for length, first in zip(lengths, states, strict=True):
+        state = first
+        for t in range(at, at + length):
+            state = state * inputs.decay_TG[t].exp()[:, None, None]
+            known = torch.einsum("gkv,gk->gv", state, key[t])
+            change = inputs.beta_TG[t][:, None] * (inputs.value_TGV[t] - known)
+            state = state + torch.einsum("gk,gv->gkv", key[t], change)
+            outputs.append(torch.einsum("gkv,gk->gv", state, query[t]) / KEY_DIM**0.5)
+        finals.append(state)
+        at += length
+    return torch.stack(outputs), torch.stack(finals)
+
+
+def loss(output: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Weighs every element of outputs and final states differently."""
+    weight = torch.arange(output.numel(), dtype=output.dtype).view_as(output).sin()
+    of_states = torch.arange(states.numel(), dtype=states.dtype).view_as(states).cos()
+    return (weight * output).sum() + (of_states * states).sum()
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_chunks_give_the_outputs_and_gradients_of_single_tokens(has_states: bool) -> None:
+    inputs, states = drawn(LENGTHS)
+    states = states * has_states
+    found, expected = (
+        DeltaInputs(*(one.clone().to(dtype).requires_grad_() for one in inputs))
+        for dtype in (torch.float32, torch.float64)
+    )
+    own, exact = states.clone().requires_grad_(), states.double().requires_grad_()
+    output, final = delta_rule(
+        found, Sequences(LENGTHS, CPU), own if has_states else None, wants_states=True
+    )
+    exact_output, exact_final = token_by_token(expected, LENGTHS, exact)
+    assert final is not None
+    assert torch.allclose(output.double(), exact_output, atol=TOLERANCE)
+    assert torch.allclose(final.double(), exact_final, atol=TOLERANCE)
+    loss(output, final).backward()
+    loss(exact_output, exact_final).backward()
+    for name, one, other in zip(DeltaInputs._fields, found, expected, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.allclose(one.grad.double(), other.grad, atol=10 * TOLERANCE), name
+    if has_states:
+        assert own.grad is not None and exact.grad is not None
+        assert torch.allclose(own.grad.double(), exact.grad, atol=10 * TOLERANCE)
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
+    inputs, _ = drawn(LENGTHS)
+    whole, _ = delta_rule(inputs, Sequences(LENGTHS, CPU))
+    at = 0
+    for length in LENGTHS:
+        part = DeltaInputs(*(one[at : at + length] for one in inputs))
+        alone, _ = delta_rule(part, Sequences((length,), CPU))
+        assert torch.allclose(alone, whole[at : at + length], atol=1e-6)
+        at += length
+
+
+def convolved(order: Recurrence, channels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    history = torch.cat((channels, channels.new_zeros(1, channels.size(1))))[order.history_E]
+    return causal_convolution(history, weight)[order.row_T]
+
+
+def test_samples_continue_the_convolution_of_their_prompt() -> None:
+    """Prompts of 2 and 5 tokens, shorter and longer than the kernel, and a sample without one."""
+    kernel, channels = 4, 3
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randn(size, channels, generator=generator) for size in (2, 5)]
+    samples = [torch.randn(size, channels, generator=generator) for size in (1, 4, 6, 3)]
+    weight = torch.randn(channels, kernel, generator=generator)
+    packed = [prompts[0], samples[0], samples[1], prompts[1], samples[2], samples[3]]
+    prefixes = (-1, 0, 0, -1, 3, -1)
+    lengths = [len(one) for one in packed]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    shared = SharedPrompts(tuple(bounds.tolist()), prefixes, torch.zeros(sum(lengths)))
+    order = Recurrence(PackedSequences.of(bounds, 9, shared), kernel, CPU)
+    found = convolved(order, torch.cat(packed), weight).split(lengths)
+    for number, (own, prefix) in enumerate(zip(packed, prefixes, strict=True)):
+        before = own[:0] if prefix < 0 else packed[prefix]
+        padded = torch.cat((own.new_zeros(kernel - 1, channels), before, own))
+        expected = torch.nn.functional.silu(
+            torch.stack(
+                [(padded[t : t + kernel].T * weight).sum(1) for t in range(len(padded) - 3)]
+            )
+        )
+        assert torch.allclose(found[number], expected[len(before) :], atol=1e-6), number
+    assert order.second is not None
+    assert order.second.sequences.lengths == (1, 4, 6)
+    assert order.prompts_N.tolist() == [0, 0, 1]
+    tokens = torch.cat((order.first.index_T, order.second.index_T))
+    assert tokens[order.place_T].tolist() == list(range(sum(lengths)))

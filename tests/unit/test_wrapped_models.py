@@ -1,0 +1,110 @@
+"""Text parts of multimodal models: their config.json, and the names of their tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import tiny_model
+
+from hybridrl.config.wrapped_models import text_part, wrapped, wrapped_name
+from hybridrl.errors import CheckpointError, ModelError
+from hybridrl.metrics.flops import attended_pairs, attention_length, forward_flops, matmul_params
+from hybridrl.models.family import read_model
+from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.shards import allocate, load_hf
+from hybridrl.models.mixers import DeltaShape, mixer_rules
+from hybridrl.models.weights import hf_shapes, megatron_layout
+from hybridrl.parallel.layout import TrainLayout
+
+MODELS = Path(__file__).parents[2] / "examples" / "recipes" / "models"
+# Billions of weights that each token of the text part is multiplied with, without embeddings.
+LAYERS = {"qwen3.5-0.8b": 0.50, "qwen3.5-4b": 3.57, "qwen3.5-9b": 6.92, "qwen3.5-27b": 24.35}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_real_models_have_the_sizes_of_their_names(name: str) -> None:
+    content = json.loads((MODELS / name / "config.json").read_text())
+    assert wrapped(text_part(content)) == content
+    family, shape = read_model(None, text_part(content))
+    assert family.name == "qwen3_5_text"
+    assert isinstance(shape.mixer, DeltaShape)
+    assert len(shape.mixer.layers) == 3 * shape.num_attention_layers
+    assert matmul_params(shape) / 1e9 == pytest.approx(LAYERS[name], abs=0.006)
+    tensors = sum(torch.Size(size).numel() for size in hf_shapes(family, shape).values())
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    # Norms, convolutions, decays and biases are not products.
+    assert 0 < tensors - embeddings - matmul_params(shape) < 3e-4 * tensors
+    # Only a quarter of the layers has pairs of positions, and caches keys and values.
+    assert attended_pairs(shape, 100) == shape.num_attention_layers * 5050
+    assert attention_length(shape) > 10_000
+    per_token = 2 * shape.num_kv_heads * shape.head_dim * shape.num_attention_layers * 2
+    assert shape.token_bytes(1, 2) == per_token
+    mixer = shape.mixer
+    state = mixer.value_heads * 128 * 128 * 4 + 3 * mixer.convolved * 2
+    assert shape.state_bytes(1, 2) == len(mixer.layers) * state
+    # Products with weights and states are the same for each token of a longer sequence.
+    one, two = (forward_flops(shape, [length], 0) for length in (1, 2))
+    attention = 2 * shape.num_heads * 2 * shape.head_dim * shape.num_attention_layers
+    assert two - 2 * one == attention  # one more pair
+
+
+def test_layouts_that_split_a_recurrence_are_refused() -> None:
+    _, shape = read_model(None, read_config(MODELS / "qwen3.5-4b"))
+    assert not [*mixer_rules(shape.mixer, 4, 1, 2)]
+    assert [error.name for error in mixer_rules(shape.mixer, 1, 2, 1)] == ["train.cp"]
+    assert [error.name for error in mixer_rules(shape.mixer, 3, 1, 32)] == [
+        "train.tp",
+        "rollout.tp",
+    ]
+    family, _ = read_model(None, read_config(MODELS / "qwen3.5-4b"))
+    with pytest.raises(ModelError, match=r"train\.tp.*at most the model's 4 key-value heads"):
+        megatron_layout(family, shape, TrainLayout(8, tp=8), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"text_config": None}, "text_config"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"text_config": {"model_type": "qwen3"}}, r"text_config\.model_type"),
+    ],
+)
+def test_contradictions_are_refused(change: dict[str, object], key: str) -> None:
+    content = json.loads((MODELS / "qwen3.5-4b" / "config.json").read_text())
+    with pytest.raises(ModelError, match=key):
+        text_part({**content, **change})
+
+
+def test_a_wrappers_files_are_read_by_the_names_of_the_text_model(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_5_text")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    extra = {"model.visual.patch_embed.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    stored = {wrapped_name(name): tensor for name, tensor in state.items()}
+    assert "lm_head.weight" in stored
+    assert "model.language_model.norm.weight" in stored
+    save_file(stored | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    nested = json.loads(model.config.to_json_string(use_diff=False))
+    content = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": nested,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    hf_config = read_config(tmp_path)
+    family, shape = read_model(None, hf_config)
+    shapes, layout = hf_shapes(family, shape), megatron_layout(family, shape, TrainLayout(1), 0)
+    tensors = allocate(layout, torch.float32)
+    load_hf(tmp_path, layout, tensors, shapes)
+    embedding = tensors["0/embedding.word_embeddings.weight"][: shape.vocab_size]
+    assert torch.equal(embedding, state["model.embed_tokens.weight"])
+    save_file(
+        stored | {"model.norm.weight": torch.ones(64)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*two tensors"):
+        load_hf(tmp_path, layout, tensors, shapes)
