@@ -1,7 +1,7 @@
 """Reads the text part of multimodal models, whose config.json nests it in `text_config`.
 
 hybridrl trains the text part: everything after this module sees a text model's config.json, which
-keeps the rest of the file under `WRAPPER`. Exports restore the file, and the prefix of the tensors'
+keeps the file's content under `WRAPPER`. Exports restore the file, and the prefix of the tensors'
 names. Pure data, no torch.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridrl.errors import MISSING, ModelError
 
-# Key that contains what is left of config.json. Keys that start with "_" have no effect elsewhere.
+# Key that contains the original config.json. Keys that start with "_" have no effect elsewhere.
 WRAPPER, TEXT = "_wrapper", "text_config"
 PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
 # Keys of the wrapper that also describe the text part.
@@ -61,7 +61,7 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
         **nested,
         "model_type": part.model_type,
         "architectures": [part.architecture],
-        WRAPPER: {key: value for key, value in content.items() if key != TEXT},
+        WRAPPER: content,
     }
 
 
@@ -71,12 +71,10 @@ def without_wrapper(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrapped(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the multimodal model's config.json, if `text_part` has changed it."""
-    if WRAPPER not in content:
-        return dict(content)
-    nested = {key: value for key, value in without_wrapper(content).items()}
-    del nested["architectures"]
-    return {**content[WRAPPER], TEXT: nested}
+    """Returns the multimodal model's config.json with this text part, without its data type."""
+    original = content[WRAPPER]
+    kept = [key for key in original[TEXT] if key in content and key not in ("dtype", "torch_dtype")]
+    return {**original, TEXT: {key: content[key] for key in kept}}
 
 
 def wrapped_name(name: str) -> str:

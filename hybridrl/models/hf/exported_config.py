@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hybridrl.config.wrapped_models import without_wrapper
+from hybridrl.config.wrapped_models import without_wrapper, wrapped
 from hybridrl.models.hf.config_keys import QUANTIZATION, end_tokens_of
 from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
@@ -26,6 +26,7 @@ def exported_config(
     head: Head,
     side_files: Path | None,
     score_token: ScoreToken = LAST,
+    is_wrapped: bool = False,
 ) -> dict[str, Any]:
     """Returns the config.json of an exported model.
 
@@ -42,10 +43,12 @@ def exported_config(
         head: Head of the exported model.
         side_files: Directory with tokenizer files, if any.
         score_token: Token at which a value head's score is read.
+        is_wrapped: Whether the export contains the other parts of a multimodal model.
     """
-    hf_config = {
-        key: value for key, value in without_wrapper(hf_config).items() if key != QUANTIZATION
-    }
+    if is_wrapped:
+        return wrapped(hf_config)
+    plain = without_wrapper(hf_config)
+    hf_config = {key: value for key, value in plain.items() if key != QUANTIZATION}
     model_type = hf_config.get("model_type")
     if head == "lm":
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import WRAPPED_PREFIX, wrapped_name
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
@@ -78,10 +79,14 @@ class KeptTensors:
 
     Attributes:
         shapes, dtypes: Shape and data type of each tensor, by name.
+        is_wrapped: Whether the model is the text part of a multimodal model; its tensors then have
+            a prefix in files.
     """
 
     def __init__(self, directory: str | Path, known: Collection[str]) -> None:
         self._checkpoint = HfCheckpoint(directory)
+        stored = self._checkpoint.stored_names.values()
+        self.is_wrapped = any(name.startswith(WRAPPED_PREFIX) for name in stored)
         names = passed_over(self._checkpoint.shapes, known)
         self.shapes: dict[str, Shape] = {name: self._checkpoint.shapes[name] for name in names}
         self.dtypes = {name: self._checkpoint.dtypes[name] for name in names}
@@ -226,6 +231,13 @@ class HfPlaces:
             shapes, stored = {**shapes, **kept.shapes}, {**stored, **kept.shapes}
             dtypes |= kept.dtypes
         self._shapes, self._stored, self._dtypes = dict(shapes), stored, dtypes
+        is_wrapped = kept is not None and kept.is_wrapped
+        others = () if kept is None else kept.shapes
+        # Name of each tensor in the files.
+        self._names = {
+            name: wrapped_name(name) if is_wrapped and name not in others else name
+            for name in stored
+        }
         shards: list[list[str]] = [[]]
         filled = 0
         for name, shape in stored.items():
@@ -257,7 +269,7 @@ class HfPlaces:
             starts[name] = end
             dtype = self._dtypes[name]
             end += torch.Size(self._stored[name]).numel() * dtype.itemsize
-            header[name] = {
+            header[self._names[name]] = {
                 "dtype": _KINDS[_dtype_name(dtype)],
                 "shape": list(self._stored[name]),
                 "data_offsets": [starts[name], end],
@@ -275,7 +287,7 @@ class HfPlaces:
                 opened.write(head)
                 opened.truncate(len(head) + num_bytes)
         if len(self._headers) > 1:
-            weight_map = {name: file for name, (file, _) in self._offsets.items()}
+            weight_map = {self._names[name]: file for name, (file, _) in self._offsets.items()}
             size = sum(num_bytes for _, num_bytes in self._headers.values())
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
