@@ -68,6 +68,8 @@ class TrainConfig(Section):
     """Parts of the model that are not trained: embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns for HF parameter names such as model.layers.*.mlp.*. Frozen parts have no gradients and no optimizer state; a critic's value head is always trained. By default all parts are trained."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     """Implementation of the decoder layers. The default, 'auto', uses transformer-engine if it works, because its layers are faster."""
+    delta_rule: Literal["auto", "torch", "fla"] = "auto"
+    """Implementation of the recurrence in gated delta nets (Qwen3.5). The default, 'auto', uses flash-linear-attention's kernels if they are installed and their gradients agree with torch's at the start, because they are much faster."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are recomputed in the backward pass to save memory: 'selective' recomputes the SwiGLU's output, 'full' recomputes whole layers. The default, 'none', needs the least compute."""
     fp8: Literal["none", "hybrid"] = "none"

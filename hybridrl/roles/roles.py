@@ -327,6 +327,8 @@ def make_roles(
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
     notify(model.layers.said)
+    if model.delta_rule.said:
+        notify(model.delta_rule.said)
     if said := positions_summary(source.hf_config, config.longest_sequence()):
         notify(f"positions: {said}")
     if roles.trains_policy:

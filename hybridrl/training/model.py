@@ -41,6 +41,8 @@ from hybridrl.models.megatron.build import (
     transformer_config,
     weight_buffers,
 )
+from hybridrl.models.megatron.delta_kernels import choose_rule
+from hybridrl.models.megatron.delta_net import set_rule
 from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
@@ -182,7 +184,11 @@ class ParallelModel:
                 train.fp8,
                 source.shape.torch_only,
             )
+            self.delta_rule = choose_rule(
+                train.delta_rule, source.shape.mixer, source.dtype, world.platform
+            )
         same_on_all_ranks(world, "the library of the layers", self.layers.kind, mesh.ranks)
+        same_on_all_ranks(world, "the gated delta rule", self.delta_rule.said, mesh.ranks)
         self.shares_weights = lender is not None
         self.borrowed: frozenset[str] = frozenset()
         self._chunks: list[torch.nn.Module] = self._build(lender) if mesh.is_member else []
@@ -240,6 +246,7 @@ class ParallelModel:
                 take_weights(chunks, lender.chunks, self.borrowed, device)
             if self.lora is not None:
                 add_adapters(chunks, self.layout(), self.lora)
+            set_rule(chunks, self.delta_rule.rule)
             return chunks
 
     def _shareable(self, lender: ParallelModel) -> frozenset[str]:

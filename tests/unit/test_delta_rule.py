@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
+from hybridrl.errors import UserError
+from hybridrl.models.megatron import delta_kernels
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
+from hybridrl.models.megatron.delta_kernels import choose_rule, gradient_fault
 from hybridrl.models.megatron.delta_net import Recurrence
 from hybridrl.models.megatron.delta_rule import (
     LENGTH_EPS,
@@ -14,6 +20,8 @@ from hybridrl.models.megatron.delta_rule import (
     causal_convolution,
     delta_rule,
 )
+from hybridrl.models.mixers import DeltaShape
+from hybridrl.platform import Platform
 
 KEYS, VALUES, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 # One token, less than a chunk, exactly one, one more, and several.
@@ -140,3 +148,88 @@ def test_samples_continue_the_convolution_of_their_prompt() -> None:
     assert order.prompts_N.tolist() == [0, 0, 1]
     tokens = torch.cat((order.first.index_T, order.second.index_T))
     assert tokens[order.place_T].tolist() == list(range(sum(lengths)))
+
+
+class _WrongDecay(torch.autograd.Function):
+    """Passes the decays on, with the gradient that a miscompiled kernel gives: another sign in some
+    tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, decay_TG: torch.Tensor) -> torch.Tensor:
+        return decay_TG.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_TG: torch.Tensor) -> torch.Tensor:
+        wrong = grad_TG.clone()
+        wrong[::7] *= -1
+        return wrong
+
+
+def with_wrong_gradient(
+    inputs: DeltaInputs,
+    sequences: Sequences,
+    state: torch.Tensor | None = None,
+    wants_states: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    wrong = inputs._replace(decay_TG=_WrongDecay.apply(inputs.decay_TG))
+    return delta_rule(wrong, sequences, state, wants_states)
+
+
+def without_history(
+    inputs: DeltaInputs,
+    sequences: Sequences,
+    state: torch.Tensor | None = None,
+    wants_states: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gives the initial state no gradient, as shared prompts need."""
+    return delta_rule(inputs, sequences, None if state is None else state.detach(), wants_states)
+
+
+def in_bf16(
+    inputs: DeltaInputs,
+    sequences: Sequences,
+    state: torch.Tensor | None = None,
+    wants_states: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rounds as a kernel does."""
+    rounded = DeltaInputs(*(one.bfloat16() for one in inputs[:3]), *inputs[3:])
+    output, final = delta_rule(rounded, sequences, state, wants_states)
+    return output.bfloat16().float(), final
+
+
+def test_the_check_at_the_start_finds_a_wrong_gradient() -> None:
+    """The forward pass of the planted fault is right, as on Hopper with Triton 3.6."""
+    checked = (KEY_DIM, VALUE_DIM, torch.float32, CPU)
+    assert gradient_fault(delta_rule, *checked) is None
+    assert gradient_fault(in_bf16, *checked) is None
+    fault = gradient_fault(with_wrong_gradient, *checked)
+    assert fault is not None and fault.startswith("the gradient of the decay differs"), fault
+    with pytest.raises(RuntimeError, match="not have been used"):
+        gradient_fault(without_history, *checked)
+
+
+def test_kernels_are_refused_if_their_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = DeltaShape((0,), KEYS, VALUES, KEY_DIM, VALUE_DIM, 4)
+    on_gpu = cast(Platform, SimpleNamespace(is_cpu=False, device=CPU))
+    asked = (sizes, torch.float32, on_gpu)
+    monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: None)
+    found = choose_rule("auto", *asked)
+    assert found.rule is delta_rule and "flash-linear-attention is not installed" in found.said
+    monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: name)
+    for rule, reason in (
+        (with_wrong_gradient, "the gradient of the decay differs"),
+        (without_history, "flash-linear-attention failed"),
+    ):
+        delta_kernels._fla_fault.cache_clear()
+        monkeypatch.setattr(delta_kernels, "fla_rule", rule)
+        found = choose_rule("auto", *asked)
+        assert found.rule is delta_rule and reason in found.said
+        with pytest.raises(UserError, match=reason) as caught:
+            choose_rule("fla", *asked)
+        assert caught.value.name == "train.delta_rule"
+    delta_kernels._fla_fault.cache_clear()
+    monkeypatch.setattr(delta_kernels, "fla_rule", in_bf16)
+    assert choose_rule("fla", *asked).rule is in_bf16
+    assert choose_rule("torch", *asked).rule is delta_rule
+    delta_kernels._fla_fault.cache_clear()

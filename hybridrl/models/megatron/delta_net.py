@@ -13,6 +13,7 @@ computes whole sequences, so context parallelism is not supported.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -306,6 +307,14 @@ def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
             counts[name] = count
         start += size
     return counts
+
+
+def set_rule(chunks: Iterable[torch.nn.Module], rule: DeltaRule) -> None:
+    """Sets the implementation of the recurrence in all gated delta nets of a model."""
+    for chunk in chunks:
+        for part in chunk.modules():
+            if isinstance(part, GatedDeltaNet):
+                part.rule = rule
 
 
 class GatedAttention(SelfAttention):
