@@ -111,6 +111,8 @@ def number_as_in_groups(optimizer: Any) -> None:
     would save and load the states of other parameters.
     """
     for index, group in enumerate(optimizer.opt_group_ranges):
+        if len({parameter.dtype for parameter in group["params"]}) < 2:
+            continue
         in_order = sorted(group["params"], key=lambda one: one.dtype != torch.float32)
         for number, parameter in enumerate(in_order):
             optimizer.model_param_group_index_map[parameter] = (index, number)

@@ -13,14 +13,15 @@ computes whole sequences, so context parallelism is not supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
@@ -289,14 +290,36 @@ class GatedDeltaNet(MegatronModule):
             "linear_ba": (self.linear_ba, {"beta": self.value_heads, "decay": self.value_heads}),
         }
         for name, (linear, parts) in sections.items():
-            self._split(found, f"{prefix}{name}.weight", parts)
+            weight, adapter = (f"{prefix}{name}.{kind}" for kind in ("weight", "lora_b"))
+            found[weight] = in_parts(found[weight], parts)
             if (rows := getattr(linear, "lora_rows", None)) is not None:
-                self._split(found, f"{prefix}{name}.lora_b", _adapted(parts, rows.tolist()))
-        self._split(found, f"{prefix}conv_weight", qkv)
+                found[adapter] = in_parts(found[adapter], _adapted(parts, rows.tolist()))
+        found[f"{prefix}conv_weight"] = in_parts(found[f"{prefix}conv_weight"], qkv)
         return found
 
-    def _split(self, found: dict[str, Any], name: str, parts: dict[str, int]) -> None:
-        found[name] = _split_tensor_factory(found[name], list(parts.values()), list(parts), 0)
+
+def in_parts(whole: ShardedTensor, parts: Mapping[str, int]) -> ShardedTensorFactory:
+    """Returns a checkpoint's description of a tensor whose parts are sharded separately.
+
+    Args:
+        whole: Description of the tensor, sharded along dim 0 as if it had no parts.
+        parts: Number of rows of each part on this rank, by the suffix of its key.
+    """
+    described = dataclasses.replace(whole, data=None)
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, *_: Any) -> list[ShardedTensor]:
+        own = dataclasses.replace(
+            described, key=key, data=data, dtype=data.dtype, replica_id=replica_id
+        )
+        found, start = [], 0
+        for name, size in parts.items():
+            for piece in own.narrow(0, start, size):
+                piece.key = f"{piece.key}.{name}"
+                found.append(piece)
+            start += size
+        return found
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
