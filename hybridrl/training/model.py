@@ -188,7 +188,7 @@ class ParallelModel:
                 train.delta_rule, source.shape.mixer, source.dtype, world.platform
             )
         same_on_all_ranks(world, "the library of the layers", self.layers.kind, mesh.ranks)
-        same_on_all_ranks(world, "the gated delta rule", self.delta_rule.said, mesh.ranks)
+        same_on_all_ranks(world, "the gated delta rule", self.delta_rule.name, mesh.ranks)
         self.shares_weights = lender is not None
         self.borrowed: frozenset[str] = frozenset()
         self._chunks: list[torch.nn.Module] = self._build(lender) if mesh.is_member else []

@@ -131,7 +131,9 @@ def test_samples_continue_the_convolution_of_their_prompt() -> None:
     prefixes = (-1, 0, 0, -1, 3, -1)
     lengths = [len(one) for one in packed]
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    shared = SharedPrompts(tuple(bounds.tolist()), prefixes, torch.zeros(sum(lengths)))
+    before_each = tuple(0 if prefix < 0 else len(packed[prefix]) for prefix in prefixes)
+    positions = torch.zeros(sum(lengths))
+    shared = SharedPrompts(tuple(bounds.tolist()), prefixes, before_each, positions)
     order = Recurrence(PackedSequences.of(bounds, 9, shared), kernel, CPU)
     found = convolved(order, torch.cat(packed), weight).split(lengths)
     for number, (own, prefix) in enumerate(zip(packed, prefixes, strict=True)):

@@ -42,6 +42,11 @@ class ChosenRule:
     rule: DeltaRule
     said: str
 
+    @property
+    def name(self) -> str:
+        """Name of the implementation."""
+        return "torch" if self.rule is delta_rule else "fla"
+
 
 def choose_rule(
     wanted: Literal["auto", "torch", "fla"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from hybridrl.models.megatron.attention import GatherKeys, PackedSequences, Readers
+from hybridrl.models.megatron.attention import (
+    ContinuedSequence,
+    GatherKeys,
+    PackedSequences,
+    Readers,
+)
 from hybridrl.models.megatron.delta_rule import (
     DeltaInputs,
     DeltaRule,
@@ -86,7 +92,7 @@ class Recurrence:
             spans = packed.shared.sequences
         else:
             bounds = packed.cu_seqlens_q.tolist()  # one sync point per micro-batch, as in attention
-            spans = [(a, 0, a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+            spans = [ContinuedSequence(a, 0, a, b - a) for a, b in pairwise(bounds)]
         spans = [span for span in spans if span[3]]
         alone = [span for span in spans if not span[1]]
         continued = [span for span in spans if span[1]]
@@ -96,15 +102,16 @@ class Recurrence:
         if continued:
             self.second = Stage([(start, length) for _, _, start, length in continued], device)
             order.append(self.second.index_T)
-            by_start = {start: number for number, (_, _, start, _) in enumerate(alone)}
-            prompts = torch.tensor([by_start[prefix] for prefix, *_ in continued])
+            # A state is that after all of a prompt's tokens.
+            prompt_of = {(one[2], one[3]): number for number, one in enumerate(alone)}
+            prompts = torch.tensor([prompt_of[one[0], one[1]] for one in continued])
             self.readers_P = Readers.of(prompts, len(alone)).to(device)
             self.prompts_N = prompts.to(device)
         self.place_T = torch.cat(order).argsort()
         self._lay_out_history(spans, kernel, device)
 
     def _lay_out_history(
-        self, spans: list[tuple[int, int, int, int]], kernel: int, device: torch.device
+        self, spans: list[ContinuedSequence], kernel: int, device: torch.device
     ) -> None:
         before, num_tokens = kernel - 1, sum(length for *_, length in spans)
         history, row_T = [], torch.empty(num_tokens, dtype=torch.int64)
