@@ -35,6 +35,7 @@ FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
         pytest.param(4, ("qwen2", "llama"), FOUR_RANKS[:2], marks=pytest.mark.full),
         pytest.param(4, WITH_EXPERTS[:1], FOUR_RANKS, marks=pytest.mark.full),
         pytest.param(2, ("gpt_oss",), ("2,1,1,1,ep=2", "1,2,1,1"), marks=pytest.mark.full),
+        pytest.param(2, ("qwen3_5_text",), ("2,1,1,1", "1,2,1,2,full"), marks=pytest.mark.full),
     ],
 )
 def test_adapters_compute_and_learn_as_in_peft(

@@ -31,6 +31,7 @@ def test_a_users_recurrent_layers_train_and_continue_in_another_layout(tmp_path:
         QUICKSTART / "sft.yaml",
         f"model.init={model.parent}",
         "model.family=own_hybrid:FAMILY",
+        "rollout.engine=scripted",
         "steps.prompts_per_step=16",
         "steps.num_steps=4",
         "steps.stop_at_accuracy=null",
