@@ -75,6 +75,7 @@ WALLS = {
         "models/megatron/adapters.py",
         "models/megatron/build.py",
         "models/megatron/clamped_experts.py",
+        "models/megatron/delta_net.py",
         "models/megatron/dispatch.py",
         "models/megatron/attention.py",
         "models/megatron/norm.py",
