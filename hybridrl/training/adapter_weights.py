@@ -111,7 +111,7 @@ class MergedTensor:
         every rectangle.
         """
         (first, last), (left, right) = box
-        found = box_view(self.weight, box).float()
+        found = box_view(self.weight, box).to(torch.float32, copy=True)
         rank = self.b.size(1)
         a = self.a[:, left:right].float().view(-1, rank, right - left)
         wide = self._wide_b(first, last)

@@ -210,4 +210,6 @@ def test_rounding_takes_small_updates_and_leaves_large_ones(
     lost, total = tensor.rounding()
     assert least <= (lost / total) ** 0.5 <= most
     exact = replace(tensor, weight=weight.float())
+    merged = exact.compute(((0, 12), (0, 16)))
+    assert not torch.equal(merged, exact.weight) and torch.equal(exact.weight, weight.float())
     assert exact.rounding()[0] < 1e-4 * total
