@@ -26,7 +26,7 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
 def test_shared_prompts_continue_recurrent_states(tmp_path: Path, is_full: bool) -> None:
     """The state at the end of a prompt is where each of its samples begins."""
     save_tiny_models(tmp_path, ("qwen3_5_text",))
-    layouts = ("2,1,1,1", *(("1,2,1,1", "1,1,1,1,full", "1,2,1,2,selective") if is_full else ()))
+    layouts = ("2,1,1,1", *(("1,2,1,1", "1,1,1,1,full", "1,2,2,1,selective") if is_full else ()))
     run_ranks(2, WORKER, [str(tmp_path), "qwen3_5_text", *layouts], timeout_s=300)
 
 
