@@ -40,14 +40,13 @@ def pairs(engine: str, num_ranks: int) -> list[str]:
 
 
 def cases() -> Iterator[Any]:
-    """Yields an engine and a world; only the `hf` engine on two ranks runs by default."""
+    """Yields an engine and a world."""
     for engine in ENGINES:
         name = engine if isinstance(engine, str) else engine.values[0]
         marks = () if isinstance(engine, str) else engine.marks
         for num_ranks in LAYOUTS:
-            is_rare = num_ranks != 2 or name != "hf"
-            more = (pytest.mark.full,) if is_rare else ()
-            yield pytest.param(name, num_ranks, marks=(*marks, *more), id=f"{name}-{num_ranks}")
+            marked = (*marks, pytest.mark.full)
+            yield pytest.param(name, num_ranks, marks=marked, id=f"{name}-{num_ranks}")
 
 
 @pytest.mark.dist

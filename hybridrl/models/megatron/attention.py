@@ -116,18 +116,28 @@ class SharedPrompts:
 
     @cached_property
     def angle_positions(self) -> torch.Tensor:
-        """Position within its sample for each row of rotary angles, on the model's device.
+        """Position within its sample for each row of rotary angles, on the model's device."""
+        return self._at_angles(self.positions_S)
+
+    @cached_property
+    def packed_angle_positions(self) -> torch.Tensor:
+        """Packed position for each row of rotary angles, on the model's device."""
+        held = context_positions(self.cu_seqlens, self.cp_size, self.cp_rank)
+        return self._at_angles(held.to(self.positions_S.device))
+
+    def _at_angles(self, local_S: torch.Tensor) -> torch.Tensor:
+        """Returns values of local positions at the rows of the angles that Megatron reads for them.
 
         Megatron takes the sequences for a single one (PackedSequences). With context parallelism,
         it selects this rank's two chunks of that sequence from the angles; other rows are not read.
         """
         if self.cp_size == 1:
-            return self.positions_S
+            return local_S
         total = self.cu_seqlens[-1]
-        found = self.positions_S.new_zeros(total)
+        found_S = local_S.new_zeros(total)
         place = context_positions((0, total), self.cp_size, self.cp_rank)
-        found[place.to(found.device)] = self.positions_S
-        return found
+        found_S[place.to(found_S.device)] = local_S
+        return found_S
 
     @cached_property
     def keys(self) -> KeyRows:

@@ -252,14 +252,15 @@ class PackedModel(GPTModel):
             found = (*found[:5], padding_mask, *found[6:])
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
-        if self.position_embedding_type == "mrope":
-            return found  # mrope angles are already per position
         embedded, angles_LD, *rest = found
-        return (
-            embedded,
-            angles_LD.index_select(0, packed_seq_params.shared.angle_positions),
-            *rest,
-        )
+        shared = packed_seq_params.shared
+        if (
+            self.position_embedding_type == "mrope"
+        ):  # there is one row of angles per packed position
+            position_S = shared.packed_angle_positions
+        else:
+            position_S = shared.angle_positions
+        return (embedded, angles_LD.index_select(0, position_S), *rest)
 
     def _embedded(
         self,

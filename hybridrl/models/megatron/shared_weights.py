@@ -100,8 +100,9 @@ def take_weights(
         elif parameter.is_meta:
             new = _like(parameter, device)
         if new is not parameter:
-            # Not register_parameter, which transformer-engine overrides to initialize the value.
-            chunks[int(chunk)].get_submodule(module)._parameters[name] = new
+            # The method of torch: transformer-engine's own initializes the value.
+            owner = chunks[int(chunk)].get_submodule(module)
+            torch.nn.Module.register_parameter(owner, name, new)
 
 
 def _like(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
