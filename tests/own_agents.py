@@ -29,6 +29,7 @@ async def sleeping(task: Any) -> float:
 
 
 async def napping(task: Any) -> float:
+    print("begun")
     await asyncio.sleep(0.5)
     return 1.0
 

@@ -1,5 +1,5 @@
-"""Entry point of a process that calls a user's agent function: reads tasks and writes reports, one
-JSON object per line. Does not import torch.
+"""Entry point of a process that calls a user's agent function: reads the function's options, then
+tasks, and writes reports, one JSON object per line. Does not import torch.
 
 All calls run concurrently in one event loop. The output of a call goes to its log file as long as
 it writes through `sys.stdout` or `sys.stderr`.
@@ -41,7 +41,7 @@ class _Output:
         return getattr(self._other, name)
 
 
-async def main(path: str, options: dict[str, Any]) -> None:
+async def main(path: str) -> None:
     """Calls the function `path` for each task that arrives on the standard input."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps what the function prints apart from the reports
@@ -49,6 +49,7 @@ async def main(path: str, options: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 30)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    options: dict[str, Any] = json.loads(await reader.readline() or b"{}")
     running: dict[int, asyncio.Task[None]] = {}
 
     async def call(task: AgentTask, log: str | None) -> None:
@@ -85,4 +86,4 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # These signals reach all processes of a terminal; the run ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+    asyncio.run(main(sys.argv[1]))

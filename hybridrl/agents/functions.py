@@ -1,9 +1,10 @@
 """Runs agents as calls of a user's async function in worker processes. Does not import torch.
 
-Who waits for whom: `start` writes a task to a worker and returns. A thread per worker reads the
-reports and ends calls that are late. A worker process that does not end a late call, or that dies,
-is killed with all its calls, and the next task starts a new process. The process sees only the
-environment variables of command.py.
+Who waits for whom: `start` queues a task for a worker and returns. One thread per process writes
+the queued tasks, and only this thread waits for a process that does not read. Another thread reads
+the reports and ends calls that are late. A worker process that does not end a late call, or that
+dies, is killed with all its calls, and the next task starts a new process. The process sees only
+the environment variables of command.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from hybridrl.agents.command import (
@@ -34,6 +36,8 @@ from hybridrl.rewards.outcome import WHERE
 MODULE = "hybridrl.agents.function_worker"
 MAX_LINE_BYTES = 1 << 20
 FUNCTION = "an async function that returns a reward or None"
+
+Lines = SimpleQueue[bytes | None]  # lines for the standard input of a process; None is the end
 
 
 @dataclass
@@ -96,6 +100,7 @@ class _Worker:
         self._clock, self._logs = clock, logs
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._lines: Lines | None = None  # None while no process is needed
         self._calls: dict[int, _Call] = {}
 
     def another(self) -> _Worker:
@@ -103,18 +108,18 @@ class _Worker:
         return _Worker(*self._given)
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+        log = self._logs.file(task)
+        line = _line({"task": asdict(task), "log": None if log is None else str(log)})
         with self._lock:
             self._calls[task.key] = _Call(task, done, self._clock.now() + self._timeout_s)
-            if self._process is None:
-                self._begin()
-            log = self._logs.file(task)
-            message = {"task": asdict(task), "log": None if log is None else str(log)}
-            self._send(message)
+            if self._lines is None:
+                self._lines = self._begin()
+            self._lines.put(line)
 
     def stop(self, key: int) -> None:
         with self._lock:
-            if self._calls.pop(key, None) is not None:
-                self._send({"cancel": key})
+            if self._calls.pop(key, None) is not None and self._lines is not None:
+                self._lines.put(_line({"cancel": key}))
 
     def close(self) -> None:
         with self._lock:
@@ -123,63 +128,71 @@ class _Worker:
         if process is not None:
             _kill(process)
 
-    def _begin(self) -> None:
-        """Starts a process, and waits until it can receive tasks."""
+    def _begin(self) -> Lines:
+        """Starts a process. Returns its queue, which holds the options of the function."""
+        lines: Lines = SimpleQueue()
+        lines.put(_line(self._options))
         is_started = threading.Event()
         # The kernel kills the process when the thread that started it ends. The reading thread
         # therefore starts it; the calling thread may end earlier.
         thread = threading.Thread(
-            target=self._serve, args=[is_started], name="agent function", daemon=True
+            target=self._serve, args=[lines, is_started], name="agent function", daemon=True
         )
         thread.start()
         is_started.wait()
+        return lines
 
-    def _serve(self, is_started: threading.Event) -> None:
-        process = self._process = self._spawn()
-        is_started.set()
-        self._read(process)
+    def _serve(self, lines: Lines, is_started: threading.Event) -> None:
+        """Runs a process until it ends. Then reports the calls that have not ended."""
+        process, is_late, ended = None, False, "could not be started"
+        try:
+            process = self._process = self._spawn()
+            is_started.set()
+            threading.Thread(target=_write, args=[process, lines], daemon=True).start()
+            is_late = self._read(process)
+        except OSError as error:
+            ended = f"could not be started ({error})"
+        finally:
+            is_started.set()
+            if process is not None:
+                ended = _kill(process)
+            lines.put(None)
+            with self._lock:
+                self._process = self._lines = None
+                calls, self._calls = list(self._calls.values()), {}
+            for call in calls:
+                if is_late and call.is_cancelled:
+                    call.done(self._late())
+                else:
+                    call.done(Report(failure=(f"{ended} on {WHERE}", FUNCTION)))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, self._path, json.dumps(self._options)],
+            [sys.executable, "-m", MODULE, self._path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=scrubbed_environment({"PYTHONPATH": paths, "HOME": os.environ.get("HOME", "/")}),
             start_new_session=True,
         )
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the reading thread notices that the process died
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """Reads reports until the process ends."""
+    def _read(self, process: subprocess.Popen[bytes]) -> bool:
+        """Reads reports until the process ends or must be ended. Returns whether a late call did
+        not end when it was cancelled.
+        """
         assert process.stdout is not None
-        file, rest, is_late = process.stdout.fileno(), b"", False
+        file, rest = process.stdout.fileno(), b""
         while True:
             if select.select([file], [], [], POLL_S)[0]:
                 if not (part := os.read(file, 1 << 16)):
-                    break
+                    return False
                 *lines, rest = (rest + part).split(b"\n")
                 if len(rest) > MAX_LINE_BYTES:
-                    break
+                    return False
                 for line in lines:
                     self._take(line)
-            if is_late := self._cancel_late():
-                break
-        ended = _kill(process)
-        with self._lock:
-            if self._process is process:
-                self._process = None
-            calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            if is_late and call.is_cancelled:
-                call.done(self._late())
-            else:
-                call.done(Report(failure=(f"{ended} on {WHERE}", FUNCTION)))
+            if self._cancel_late():
+                return True
 
     def _take(self, line: bytes) -> None:
         """Passes a report to its caller."""
@@ -210,11 +223,24 @@ class _Worker:
         now = self._clock.now()
         with self._lock:
             for key, call in self._calls.items():
-                if now >= call.deadline and not call.is_cancelled:
+                if now >= call.deadline and not call.is_cancelled and self._lines is not None:
                     call.is_cancelled = True
-                    self._send({"cancel": key})
+                    self._lines.put(_line({"cancel": key}))
             calls = self._calls.values()
             return any(one.is_cancelled and now >= one.deadline + GRACE_S for one in calls)
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message, default=str).encode() + b"\n"
+
+
+def _write(process: subprocess.Popen[bytes], lines: Lines) -> None:
+    """Writes lines to a process until the queue ends or the process dies."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as file:
+        while (line := lines.get()) is not None:
+            file.write(line)
+            file.flush()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> str:

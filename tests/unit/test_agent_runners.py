@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -215,9 +216,48 @@ def test_functions_that_are_late_or_end_their_process_fail_and_a_new_process_sta
     dying.close()
 
 
+def test_starting_and_stopping_do_not_wait_for_a_worker_that_does_not_read(tmp_path):
+    runner = function_runner(tmp_path, "blocking", timeout_s=1.0)
+    found: Queue[tuple[int, Report]] = Queue()
+    is_begun = threading.Event()
+
+    def start_all() -> None:
+        for sample in range(200):  # more than a pipe holds
+            task = replace(task_of(sample), columns={"answer": "4" * 2000})
+            runner.start(task, lambda report, key=sample: found.put((key, report)))
+        runner.stop(199)
+        is_begun.set()
+
+    threading.Thread(target=start_all, daemon=True).start()
+    assert is_begun.wait(5)
+    reports = dict(found.get(timeout=20) for _ in range(199))
+    assert sorted(reports) == list(range(199))
+    assert all(one.failure and "longer than 1 s" in one.failure[0] for one in reports.values())
+    runner.close()
+
+
+def test_a_worker_that_cannot_be_started_fails_its_calls(tmp_path, monkeypatch):
+    runner = function_runner(tmp_path, "silent")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "no-python"))
+        found: Queue[Report] = Queue()
+        threading.Thread(target=runner.start, args=[task_of(0), found.put], daemon=True).start()
+        failure = found.get(timeout=5).failure
+        assert failure is not None and "could not be started" in failure[0]
+        assert "no-python" in failure[0]
+    assert run_all(runner, [task_of(1)]) == {1: Report()}
+    runner.close()
+
+
 def test_a_worker_outlives_the_thread_that_needed_it(tmp_path):
     runner, reports = function_runner(tmp_path, "napping"), Queue[Report]()
-    thread = threading.Thread(target=runner.start, args=[task_of(0), reports.put])
+    log = tmp_path / "agents" / "step_000001" / "sample_0.log"
+
+    def start() -> None:
+        runner.start(task_of(0), reports.put)
+        wait_for(log.exists)
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
     assert reports.get(timeout=20) == Report(1.0)
