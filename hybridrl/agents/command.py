@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -257,9 +258,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 def reported(file: Path) -> Report:
     """Reads the reward that a program wrote; a missing file means no reward."""
     try:
-        if file.stat().st_size > MAX_RESULT_BYTES:
-            raise ValueError("larger than 1 MiB")
-        found: Any = parse_json(file.read_bytes())
+        found: Any = parse_json(_content(file))
     except FileNotFoundError:
         return Report()
     except (OSError, ValueError) as error:
@@ -268,6 +267,26 @@ def reported(file: Path) -> Report:
     if not isinstance(found, dict) or found.keys() - {"reward"}:
         return Report(failure=(f"wrote {short(found)} for {WHERE}", REPORT))
     return checked_report(found.get("reward"))
+
+
+def _content(file: Path) -> bytes:
+    """Returns the content of a program's file. Follows no link and waits for no other process.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no regular file, or too large.
+    """
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    with open(file, "rb", opener=opened) as content:
+        if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
+            raise ValueError("not a regular file")
+        data = content.read(MAX_RESULT_BYTES + 1)
+    if len(data) > MAX_RESULT_BYTES:
+        raise ValueError("larger than 1 MiB")
+    return data
 
 
 def checked_report(reward: object) -> Report:

@@ -206,12 +206,16 @@ class AgentHost:
             self._waiting.clear()
             running, self._running = list(self._running.values()), {}
         self._queue.close("The run has ended.")
-        self._runner.close()
-        for one in running:
-            self._sessions.close(one.session)
-        self._endpoint.close()
-        with suppress(OSError):
-            self._status_file.unlink(missing_ok=True)
+        try:
+            self._runner.close()
+        finally:
+            try:
+                for one in running:
+                    self._sessions.close(one.session)
+            finally:
+                self._endpoint.close()
+                with suppress(OSError):
+                    self._status_file.unlink(missing_ok=True)
 
     def _fill(self) -> None:
         """Starts waiting episodes while the number of running programs permits it."""

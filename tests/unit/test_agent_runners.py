@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from hybridrl.agents.backend import SamplingTerms, TurnQueue
-from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs
+from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs, reported
 from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost, Assignment
 from hybridrl.agents.samples import Budgets, pick_all
@@ -99,6 +100,10 @@ def test_a_program_gets_its_task_reports_a_reward_and_sees_no_secret(tmp_path, m
         ('echo \'{"reward": "much"}\' > $HYBRIDRL_RESULT', "reported the reward 'much'"),
         ("echo '{\"reward\": NaN}' > $HYBRIDRL_RESULT", "reward"),
         ("echo '[1]' > $HYBRIDRL_RESULT", r"wrote \[1\]"),
+        ("mkfifo $HYBRIDRL_RESULT", "not a regular file"),
+        ("mkdir $HYBRIDRL_RESULT", "[Ii]s a directory"),
+        ("echo '{}' > other; ln -s $HOME/other $HYBRIDRL_RESULT", "symbolic links"),
+        ("head -c 1048577 /dev/zero > $HYBRIDRL_RESULT", "larger than 1 MiB"),
         (["no-such-program-at-all"], "(exited with 127|could not be started)"),
     ],
 )
@@ -110,6 +115,18 @@ def test_a_program_that_fails_says_how(tmp_path, command, message):
 
 def test_a_program_without_a_result_reports_no_reward(tmp_path):
     assert run_all(command_runner(tmp_path, "true"), [task_of(0)]) == {0: Report()}
+
+
+def test_a_result_that_is_an_endless_file_is_refused(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30), before[1]))
+    try:
+        (tmp_path / "result.json").symlink_to("/dev/zero")
+        failure = reported(tmp_path / "result.json").failure
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert failure is not None and "symbolic links" in failure[0]
 
 
 def test_all_processes_of_a_late_or_stopped_program_are_killed(tmp_path):
@@ -281,11 +298,17 @@ class Held:
         self.done = {}
 
 
-def host_of(folder: Path, runner: Held, sessions: Sessions, picker: Any = pick_all) -> AgentHost:
+def host_of(
+    folder: Path,
+    runner: Held,
+    sessions: Sessions,
+    picker: Any = pick_all,
+    endpoint: NoEndpoint | None = None,
+) -> AgentHost:
     return AgentHost(
         sessions=sessions,
         queue=TurnQueue(SamplingTerms(1.0, 100)),
-        endpoint=NoEndpoint(),
+        endpoint=endpoint or NoEndpoint(),
         runner=runner,
         clock=AwakeClock(),
         model="policy",
@@ -312,8 +335,11 @@ def test_an_error_in_the_users_choice_of_rows_ends_the_run(tmp_path):
 class NoEndpoint:
     url = "http://127.0.0.1:1"
 
+    def __init__(self) -> None:
+        self.is_closed = False
+
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def test_a_host_limits_programs_returns_each_once_and_reports_its_state(tmp_path):
@@ -341,6 +367,19 @@ def test_a_host_limits_programs_returns_each_once_and_reports_its_state(tmp_path
     assert host.take_finished() == [] and host.versions([3]) == {3: Counter()}
     host.close()
     assert len(sessions) == 0 and not (tmp_path / "logs" / "rank_0.agents").exists()
+
+
+def test_the_endpoint_stops_if_programs_cannot_be_ended(tmp_path):
+    class Stuck(Held):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    sessions, endpoint = Sessions(100, None), NoEndpoint()
+    host = host_of(tmp_path, Stuck(), sessions, endpoint=endpoint)
+    host.begin(Assignment(0, 0, 0, "2+2=", {}))
+    with pytest.raises(OSError, match="stuck"):
+        host.close()
+    assert endpoint.is_closed and len(sessions) == 0
 
 
 def test_a_sandbox_needs_its_program_and_binds_only_the_folder(tmp_path, monkeypatch):
