@@ -86,8 +86,7 @@ class Turns:
         Raises:
             BadRequest: The request is refused before anything is sampled.
         """
-        known = self._known.setdefault(session, _Known())
-        if is_retry:
+        if is_retry and (known := self._known.get(session)) is not None:
             for key in keys:
                 running = known.by_key.get(key)
                 if running is not None and not _has_failed(running.task):
@@ -97,6 +96,8 @@ class Turns:
             prepared = session.prepare_tokens(asked.tokens, asked.max_tokens)
         else:
             prepared = session.prepare(asked.conversation, asked.max_tokens)
+        # Only now: an entry for a session that has ended would stay forever.
+        known = self._known.setdefault(session, _Known())
         task = asyncio.get_running_loop().create_task(self._sampled(session, asked, prepared))
         known.tasks.add(task)
         task.add_done_callback(known.tasks.discard)

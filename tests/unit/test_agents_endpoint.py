@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -134,6 +136,31 @@ def test_a_turn_without_a_client_is_aborted_and_a_closed_session_aborts_its_turn
             time.sleep(0.02)
         assert len(served.rank.aborted) == 2
         assert served.queue.num_unfinished == 0
+
+
+def test_a_request_that_arrives_after_its_session_ended_is_refused_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_found = threading.Event()
+    with Served() as served:
+        find = served.sessions.find
+
+        def found(token: str | None) -> Any:
+            session = find(token)
+            is_found.set()
+            return session
+
+        monkeypatch.setattr(served.sessions, "find", found)
+        session, body = served.sessions.open(0), json.dumps(chat("Hello")).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {session.token}\r\n"
+        head += f"Host: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.endpoint.port), timeout=10) as client:
+            client.sendall(head.encode())
+            assert is_found.wait(10)
+            served.close(session)
+            client.sendall(body)
+            assert b" 410 " in client.recv(1000)
+        assert not served.endpoint._turns._known
 
 
 def test_a_stream_without_a_client_is_aborted_and_closing_waits_for_no_turn(
