@@ -67,7 +67,7 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)
-    if row.kind in ("heads", "kv_heads") and len(row.shapes[0]) == 1:
+    if row.kind in ("heads", "kv_heads") and "norm" in row.megatron:
         # A norm over all heads, which every rank holds and applies to the gathered heads.
         return Cut(0, [Run(0, 0, row.shapes[0][0])])
     if row.kind == "heads":

@@ -248,7 +248,8 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
     for experts in stacks.values():
         first = experts[0].data
         storages = {expert.untyped_storage().data_ptr() for expert in experts}
-        if len(storages) == 1 and first.untyped_storage().nbytes() == len(experts) * first.nbytes:
+        places = [first.data_ptr() + number * first.nbytes for number in range(len(experts))]
+        if len(storages) == 1 and [expert.data_ptr() for expert in experts] == places:
             continue
         stack = first.new_empty((len(experts), *first.shape))
         for slot, expert in zip(stack, experts, strict=True):

@@ -6,8 +6,11 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import nn
 
 from hybridrl.models.expert_stacks import ordered_by_stack, place_in_stack, stacks_are_even
+from hybridrl.models.trainable import stack_frozen
 from hybridrl.parallel.layout import TrainLayout
 
 MIXTURE = "0/decoder.layers.3.mlp.experts."
@@ -27,6 +30,19 @@ def test_every_stack_ascends_in_the_reverse_of_the_order(names: list[str]) -> No
     places = [place_in_stack(name) for name in order[-2:0:-1]]
     stacks = [f"{MIXTURE}linear_{fc}" for fc in ("fc2", "fc1")]
     assert places == [(stack, i) for stack in stacks for i in range(12)]
+
+
+def test_frozen_experts_move_only_if_they_are_apart() -> None:
+    memory = torch.zeros(16)  # larger than the stack, like memory that ranks read from each other
+    together = [nn.Parameter(memory[4 + 2 * i : 6 + 2 * i], requires_grad=False) for i in range(4)]
+    apart = [nn.Parameter(torch.full((2,), float(i)), requires_grad=False) for i in range(4)]
+    for experts in (together, apart):
+        before = [expert.data_ptr() for expert in experts]
+        stack_frozen(dict(zip(GROUPED, experts, strict=False)))
+        after = [expert.data_ptr() for expert in experts]
+        assert [b - a for a, b in pairwise(after)] == [8] * 3
+        assert (before == after) == (experts is together)
+    assert [float(expert[0]) for expert in apart] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("ep", [1, 2])

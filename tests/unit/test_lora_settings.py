@@ -16,13 +16,14 @@ from hybridrl.checkpoint.saved_adapters import SavedAdapters, adapters_state, ch
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rules_lora import lora_section_rules
+from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.base_reference import BaseReference, base_directory, weights_digest
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import adapted, only_adapters
 from hybridrl.models.adapters.settings import lora_rules
-from hybridrl.models.family import ModelShape, resolve_family
+from hybridrl.models.family import ModelShape, read_model, resolve_family
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.adapter_weights import MergedTensor
 
@@ -71,6 +72,16 @@ def test_unknown_target_and_large_rank_are_refused() -> None:
     text = said(LoraConfig(rank=4, targets=("q_porj",)))
     assert "lora.targets: got q_porj" in text and "Did you mean 'q_proj'?" in text
     assert "1 to 16, the smaller dimension of k_proj" in said(LoraConfig(rank=17))
+
+
+def test_layers_with_an_output_per_head_limit_the_rank_only_by_name() -> None:
+    model = Path(__file__).parents[2] / "examples" / "recipes" / "models" / "qwen3.5-0.8b"
+    config = text_part(json.loads((model / "config.json").read_text()))
+    family, shape = read_model(None, config)
+    assert not list(lora_rules(LoraConfig(rank=32), family, shape))
+    named = LoraConfig(rank=32, targets=("in_proj_b", "q_proj"))
+    (error,) = lora_rules(named, family, shape)
+    assert "1 to 16, the smaller dimension of in_proj_b" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def trained_sizes(
     """Returns the micro-batches that training makes of samples of these prompts and responses, each
     prompt's one after the other; positions and rows of keys are counted sample by sample.
     """
-    per_prompt, shares = config.steps.samples_per_prompt, shares_prompts(config, layout.cp)
+    per_prompt, shares = (
+        config.steps.samples_per_prompt,
+        shares_prompts(config, shape_of(config), layout.cp),
+    )
     pad = 2 * layout.cp if layout.cp > 1 else 1
     wholes = tuple(round_up(prompt + response, pad) for prompt, response in lengths)
     inputs = ScheduleInputs(
@@ -108,7 +111,7 @@ def test_mean_lengths_of_the_section_layout_are_the_usual_ones() -> None:
     config = config_of(256, 512, 16384, *told, "train.share_prompts=false")
     (usual,) = usual_micro_batches(config, shape_of(config), layout)
     assert usual.positions == 32 * 150
-    assert largest_micro_batch(config, layout).positions == 16384
+    assert largest_micro_batch(config, shape_of(config), layout).positions == 16384
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -119,7 +122,7 @@ def test_no_micro_batch_is_larger_than_the_largest(prompt: int, response: int, s
     longest = draw.choice([4, response // 4, response])  # short responses: many copies of prompts
     prompts = [draw.randint(prompt // 2, prompt) for _ in range(24)]
     lengths = [(one, draw.randint(1, longest)) for one in prompts for _ in range(4)]
-    largest = largest_micro_batch(config, layout)
+    largest = largest_micro_batch(config, shape_of(config), layout)
     for one in trained_sizes(config, layout, lengths):
         assert one.positions <= largest.positions and one.key_rows <= largest.key_rows
 

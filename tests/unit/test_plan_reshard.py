@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from clock import is_within
@@ -18,7 +21,7 @@ from hybridrl.hybrid_engine.planning.assign import assign
 from hybridrl.hybrid_engine.planning.plan import PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import volume
-from hybridrl.models.family import ModelShape, MoeShape, resolve_family
+from hybridrl.models.family import ModelShape, MoeShape, read_model, resolve_family
 from hybridrl.models.weights import (
     RankLayout,
     Region,
@@ -134,6 +137,15 @@ def test_plan_of_a_7b_model_takes_under_a_second(train: TrainLayout, rollout_tp:
     targets = [parts[tp_rank] for _, tp_rank in assign(sources, parts).layout.assignment]
     assert is_within(1.0, lambda: plan_reshard(sources, targets, itemsize=2).hash())
     prove(plan_reshard(sources, targets, itemsize=2), sources, targets)
+
+
+def test_engines_divide_attention_sinks_among_their_ranks() -> None:
+    models = Path(__file__).parents[2] / "examples" / "recipes" / "models"
+    config = json.loads((models / "gpt-oss-20b" / "config.json").read_text())
+    family, shape = read_model(None, config)
+    layout = fused_layout(family, shape, 2, 1)
+    (name,) = {name for name in layout.shapes if name.endswith("layers.0.self_attn.sinks")}
+    assert layout.shapes[name] == (shape.num_heads // 2,)
 
 
 def test_plan_is_the_same_when_made_again() -> None:

@@ -289,7 +289,7 @@ def error_of_pass(case: dict[str, Any], name: str, tmp_path: Path) -> float:
     assert assumed is not None
     family, shape = read_model(None, read_model_config(config.model))
     budget = train["micro_batch_tokens"]
-    packed = packs(config, Lengths.of(config), layout.dp, layout.cp, budget)
+    packed = packs(config, shape, Lengths.of(config), layout.dp, layout.cp, budget)
     predicts = PassTimes(shape, layout, assumed, shape.vocab_size)
     if "update" in name:
         num_params, _ = fullest_stage(family, shape, layout)

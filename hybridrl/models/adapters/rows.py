@@ -146,8 +146,12 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
                 if part == name + WEIGHT
             ]
             least = min(sum(size[0] for size in sizes), sizes[0][1])
+            short = name.rpartition(".")[2]
+            if least < shape.head_dim and short not in lora.targets:
+                # A layer with one output per head, among all linear layers. A larger rank is
+                # redundant there, but PEFT's directories have it.
+                continue
             if _is_target(name, lora) and lora.rank > least:
-                short = name.rpartition(".")[2]
                 allowed = f"1 to {least}, the smaller dimension of {short}"
                 yield UserError("lora.rank", lora.rank, allowed, "Lower lora.rank.")
                 return

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -53,6 +54,18 @@ class Router(TopKRouter):
         self.entropy: Tensor | None = None
         self.routed: RoutedExperts | None = None
         self.replayed: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Returns the logits of the experts, (S, 1, E) fp32.
+
+        A bias is added here: the product of transformer-engine 2.11 that Megatron (0.19) uses reads
+        a bf16 bias as fp32 (TransformerEngine issue 3562).
+        """
+        if self.bias is None:
+            logits: Tensor = super().gating(input)
+            return logits
+        logits = router_gating_linear(input, self.weight, None, torch.float32)
+        return logits + self.bias.float()
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Does nothing.

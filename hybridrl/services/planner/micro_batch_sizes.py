@@ -19,7 +19,6 @@ from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
-    PART_OF_BUDGET,
     Unit,
     make_units,
     shared_prefix,
@@ -68,13 +67,14 @@ class MicroBatchSize:
     key_rows: int
 
 
-def shares_prompts(config: Config, cp: int) -> bool:
+def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
     """Whether samples of one prompt store its tokens only once.
 
-    Training makes the same decision if it uses transformer-engine's layers.
+    Training makes the same decision on GPUs with transformer-engine (layers.py:shares_prompts).
     """
-    share = config.train.share_prompts
-    return cp == 1 and config.train.layers != "torch" if share is None else share
+    if config.train.share_prompts is not None:
+        return config.train.share_prompts
+    return cp == 1 and config.train.layers != "torch" and not shape.torch_only
 
 
 def samples_of_update(config: Config) -> int:
@@ -93,7 +93,7 @@ def usual_micro_batches(
     sequences, only the largest size is returned.
     """
     if not _has_samples(config):
-        return {largest_micro_batch(config, layout)}
+        return {largest_micro_batch(config, shape, layout)}
     lengths, per_prompt = Lengths.of(config), config.steps.samples_per_prompt
     pad_each = 2 * layout.cp if layout.cp > 1 else 1
     packed = _packed(
@@ -101,7 +101,7 @@ def usual_micro_batches(
         response=lengths.response,
         num_samples=samples_of_update(config),
         per_prompt=per_prompt,
-        shares=shares_prompts(config, layout.cp),
+        shares=shares_prompts(config, shape, layout.cp),
         num_ranks=layout.dp,
         token_budget=config.train.micro_batch_tokens,
         multiple=layout.pp if layout.vpp > 1 else 1,
@@ -123,7 +123,7 @@ def positions_of_update(
     if samples did not share prompts; None if they do not.
     """
     per_prompt = config.steps.samples_per_prompt
-    if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, layout.cp):
+    if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, shape, layout.cp):
         return None
     lengths, num_samples = Lengths.of(config), samples_of_update(config)
     pad_each = 2 * layout.cp if layout.cp > 1 else 1
@@ -140,7 +140,7 @@ def positions_of_update(
     return sum(unit.tokens for unit in units), num_samples * length
 
 
-def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
+def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
     """Returns the largest possible micro-batch for any response lengths.
 
     Positions: the token budget, or less if a replica's share of an update has fewer tokens even
@@ -157,17 +157,16 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
     # In a user's own algorithm, a sample may consist of several sequences.
     positions = budget if config.algorithm.needs is None else min(budget, share * longest)
     per_prompt = config.steps.samples_per_prompt
-    if not shares_prompts(config, layout.cp) or per_prompt == 1:
+    if not shares_prompts(config, shape, layout.cp) or per_prompt == 1:
         return MicroBatchSize(positions, positions)
     # Each sample stores the prompt's last token and at least one response token.
     own = 2 * per_prompt
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - own))
     num_prompts = min(positions / (prefix + own), share / per_prompt)
     copied = (per_prompt - 1) * prefix
-    if prefix + own > budget // PART_OF_BUDGET:
-        copied = min(copied, KEY_ROWS_OF_BUDGET * budget)
     if layout.cp > 1:
-        copied = _key_rows(prefix, ceil(copied / max(prefix, 1)) + 1, 2, layout.cp) - prefix - own
+        copied = _key_rows(prefix, per_prompt, 2, layout.cp) - prefix - own
+    copied = min(copied, KEY_ROWS_OF_BUDGET * budget)  # for each unit
     return MicroBatchSize(positions, positions + ceil(num_prompts * copied))
 
 

@@ -316,7 +316,7 @@ def estimate_memory(
     training += replay.train if replay and "policy" in held.roles else 0
     training += 0 if engine.sleeps else engine_bytes
     passes = partial(_activation_bytes, config, held.models, itemsize)
-    most = passes(lambda one: [largest_micro_batch(config, one.layout)])
+    most = passes(lambda one: [largest_micro_batch(config, one.model.shape, one.layout)])
 
     def usual_train() -> int:
         usual = passes(lambda one: usual_micro_batches(config, one.model.shape, one.layout))

@@ -123,13 +123,15 @@ class Packs:
     head_tokens: float
 
 
-def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Packs:
+def packs(
+    config: Config, shape: ModelShape, lengths: Lengths, dp: int, cp: int, budget: int
+) -> Packs:
     """Returns how an update's samples are packed if all samples have the usual length."""
     steps, per_prompt = config.steps, config.steps.samples_per_prompt
     updates = steps.updates_per_step
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
     prompt, response = lengths.prompt, lengths.response
-    group = min(per_prompt, samples) if shares_prompts(config, cp) else 1
+    group = min(per_prompt, samples) if shares_prompts(config, shape, cp) else 1
     pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
     each = ceil(
         group / pieces
@@ -398,7 +400,8 @@ def step_times(
         max_requests: Number of requests that a replica decodes concurrently.
     """
     lengths, train, steps = Lengths.of(config), config.train, config.steps
-    found = packs(config, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
+    shape = models[0].shape
+    found = packs(config, shape, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
     updates, scoring, update = steps.updates_per_step, 0.0, 0.0
     has_rollouts = _has_rollouts(config)
     for model in models:

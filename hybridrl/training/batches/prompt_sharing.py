@@ -25,8 +25,8 @@ PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
 LEAST_GAIN = 0.1
 # Attention copies the keys and values of a prompt for each sample of its unit (attention.py). A
-# large unit may have at most this many rows of keys per token of the budget, so that the copies
-# need less memory than the activations.
+# unit may have at most this many rows of keys per token of the budget (divided by the
+# context-parallel size), so that the copies need less memory than the activations.
 KEY_ROWS_OF_BUDGET = 8
 
 
@@ -220,11 +220,11 @@ def make_units(
             heapq.heapreplace(loads, loads[0] + cost)
         return max(loads)
 
-    best = [unit for group in groups for unit in group.filled_units(most)]
+    most_key_rows = KEY_ROWS_OF_BUDGET * token_budget // max(pad_each // 2, 1)
+    best = [unit for group in groups for unit in group.filled_units(most, most_key_rows)]
     least = costliest_rank(best)
     while most < token_budget and len(best) > len(groups):
         most = min(max(2 * most, 1), token_budget)
-        most_key_rows = KEY_ROWS_OF_BUDGET * token_budget
         units = [unit for group in groups for unit in group.even_units(most, most_key_rows)]
         cost = costliest_rank(units)
         if cost < (1 - LEAST_GAIN) * least:
@@ -257,28 +257,32 @@ class _Group:
         alone = {sample: lengths[sample] for sample in samples}
         return cls(samples, round_up(prefix, pad_each), own, alone)
 
-    def filled_units(self, most: int) -> list[Unit]:
-        """Fills one unit after another with up to `most` tokens."""
+    def filled_units(self, most: int, most_key_rows: int) -> list[Unit]:
+        """Fills one unit after another, up to both limits."""
         units: list[Unit] = []
         members: list[int] = []
-        tokens = self.prefix
+        tokens, key_rows = self.prefix, 0
         for sample in self.samples:
-            if members and tokens + self.own[sample] > most:
+            own = self.own[sample]
+            is_full = tokens + own > most or key_rows + self.prefix + own > most_key_rows
+            if members and is_full:
                 units.append(self._unit(members))
-                members, tokens = [], self.prefix
+                members, tokens, key_rows = [], self.prefix, 0
             members.append(sample)
-            tokens += self.own[sample]
+            tokens, key_rows = tokens + own, key_rows + self.prefix + own
         return [*units, self._unit(members)]
 
     def even_units(self, most: int, most_key_rows: int) -> list[Unit]:
-        """Divides the samples into the smallest number of similar units that are within both
-        limits. A sample that exceeds a limit becomes a unit of its own.
+        """Divides the samples into few similar units that are within both limits.
+
+        Units of one sample are always within the limits.
         """
         by_length = sorted(self.samples, key=lambda sample: (-self.own[sample], sample))
         own = sum(self.own.values())
         key_rows = own + self.prefix * len(self.samples)
         fewest = max(-(-own // max(most - self.prefix, 1)), -(-key_rows // most_key_rows), 1)
-        for count in range(min(fewest, len(self.samples)), len(self.samples) + 1):
+        count = min(fewest, len(self.samples))
+        while True:  # ends at the latest with units of one sample
             bins = [(0, number) for number in range(count)]
             members: list[list[int]] = [[] for _ in bins]
             for sample in by_length:
@@ -293,7 +297,7 @@ class _Group:
             )
             if is_within:
                 return sorted(units, key=lambda unit: unit.samples)
-        raise AssertionError("units of one sample are always within the limits")
+            count = min(count + 1 + count // 8, len(self.samples))
 
     def _unit(self, samples: Sequence[int]) -> Unit:
         if len(samples) == 1:
