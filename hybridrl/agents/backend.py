@@ -71,6 +71,7 @@ class SamplingTerms:
             which needs samples of the run's own distribution.
         takes_stop_strings: Whether the engine ends turns at strings.
         lowest_temperature: Lowest temperature that the engine supports, apart from 0.
+        max_stop_tokens: Maximum number of stop tokens that a client may add; None means no limit.
     """
 
     temperature: float
@@ -80,6 +81,7 @@ class SamplingTerms:
     may_differ: bool = False
     takes_stop_strings: bool = True
     lowest_temperature: float = 0.0
+    max_stop_tokens: int | None = None
 
 
 class TurnBackend(Protocol):

@@ -48,11 +48,16 @@ class TokenForm:
         sampling = object_in(body, "sampling_params")
         if not (tokens := list_in(body, "token_ids")):
             raise malformed("token_ids", tokens, "a list with at least one token id")
+        stops = self._token_ids(list_in(sampling, "stop_token_ids", STOPS), STOPS)
+        most = terms.max_stop_tokens
+        if most is not None and len(set(stops)) > most:
+            allowed = f"at most {most} tokens, because rollout.min_new_tokens is set"
+            raise malformed(STOPS, list(stops), allowed)
         return Asked(
             tokens=self._token_ids(tokens, "token_ids"),
             max_tokens=whole_number(sampling, "max_tokens"),
             stop_strings=stop_strings(sampling, "stop", terms),
-            stop_token_ids=self._token_ids(list_in(sampling, "stop_token_ids", STOPS), STOPS),
+            stop_token_ids=stops,
             streams=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             sampling=check_sampling(sampling, terms),

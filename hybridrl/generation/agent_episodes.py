@@ -317,6 +317,7 @@ class AgentEpisodes:
         sampling = replace(
             run,
             max_new_tokens=turn.max_new_tokens,
+            min_new_tokens=min(run.min_new_tokens, turn.max_new_tokens),
             stop_token_ids=(*run.stop_token_ids, *turn.stop_token_ids),
             stop_strings=(*run.stop_strings, *turn.stop_strings),
         )
@@ -330,7 +331,8 @@ class AgentEpisodes:
         number = host.next_request_id()
         self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
         seed = request_seed(self._seed, episode.step, episode.sample_id)
-        sampling = replace(episode.sampling, max_new_tokens=1)
+        at_least = min(episode.sampling.min_new_tokens, 1)
+        sampling = replace(episode.sampling, max_new_tokens=1, min_new_tokens=at_least)
         return Request(number, episode.prompt.tokens, seed, sampling)
 
     def _response_without_turn(self, last: _LastTurn, done: Completion) -> AgentResponse:

@@ -20,6 +20,7 @@ from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
+from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes
@@ -88,6 +89,7 @@ def _host(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
+        max_stop_tokens=max_stop_tokens(rollout, ends),
     )
     queue, clock = TurnQueue(terms), AwakeClock()
     reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
@@ -119,6 +121,12 @@ def _host(
         status_file=logs / f"rank_{rank}.agents",
     )
     return host, notes
+
+
+def max_stop_tokens(rollout: RolloutConfig, ends: tuple[int, ...]) -> int | None:
+    """Returns how many stop tokens a client may add to `ends`; None means any number."""
+    most = ENGINES[rollout.engine].max_stop_tokens
+    return None if most is None or not rollout.min_new_tokens else max(0, most - len(ends))
 
 
 def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:

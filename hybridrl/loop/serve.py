@@ -22,6 +22,7 @@ from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.schema import Config
 from hybridrl.data.end_tokens import end_tokens
+from hybridrl.loop.agent_setup import max_stop_tokens
 from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.engine import Request, RolloutEngine, SamplingParams, request_seed
@@ -142,6 +143,7 @@ def _opened(
         may_differ=True,
         takes_stop_strings=traits.ends_by_text,
         lowest_temperature=traits.lowest_temperature,
+        max_stop_tokens=max_stop_tokens(rollout, ends),
     )
     queue, sessions = TurnQueue(terms), Sessions(terms.max_context, template)
     endpoint = Endpoint(

@@ -22,7 +22,9 @@ from agent_server import Served
 from agent_templates import TOOL, tokenizer_of
 
 from hybridrl.agents.backend import SamplingTerms
+from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.samples import Budgets, pick_last, pick_longest
+from hybridrl.agents.token_form import TokenForm
 from hybridrl.errors import UserError
 
 openai = pytest.importorskip("openai")
@@ -338,6 +340,15 @@ def test_the_token_form_continues_its_own_tokens(served: Served) -> None:
     assert post(served, "/inference/v1/generate", bad, session.token)[0] == 400
     (row,) = served.close(session).rows
     assert row.num_turns == 2
+
+
+def test_the_token_form_takes_only_as_many_stop_tokens_as_the_engine() -> None:
+    form, terms = TokenForm(200), SamplingTerms(1.0, 500, max_stop_tokens=2)
+    body = {"token_ids": [9], "sampling_params": {"stop_token_ids": [5, 6, 5]}}
+    assert form.asked(body, terms).stop_token_ids == (5, 6, 5)
+    body = {"token_ids": [9], "sampling_params": {"stop_token_ids": [5, 6, 7]}}
+    with pytest.raises(BadRequest, match="stop_token_ids: got .* at most 2 .*min_new_tokens"):
+        form.asked(body, terms)
 
 
 def test_a_model_without_a_chat_template_answers_token_ids_only() -> None:

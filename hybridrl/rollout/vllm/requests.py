@@ -12,7 +12,6 @@ from hybridrl.rollout.engine import Request
 from hybridrl.rollout.registry import ENGINES
 
 TRAITS = ENGINES["vllm"]
-MAX_STOP_TOKENS = 128  # maximum number of stop tokens that vLLM's second model runner can exclude
 
 
 def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
@@ -25,13 +24,14 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
             f"{name} has temperature={sampling.temperature}; vLLM allows 0, or "
             f"{lowest} to {highest}"
         )
-    if sampling.min_new_tokens:
+    most = TRAITS.max_stop_tokens
+    if sampling.min_new_tokens and most is not None:
         # vLLM adds the model's own end tokens.
         stops = {*sampling.stop_token_ids, *end_tokens_of(settings.hf_config)}
-        if len(stops) > MAX_STOP_TOKENS:
+        if len(stops) > most:
             yield ValueError(
                 f"{name} has {len(stops)} stop_token_ids, including the model's; vLLM allows at "
-                f"most {MAX_STOP_TOKENS} with min_new_tokens. Give fewer, or min_new_tokens=0."
+                f"most {most} with min_new_tokens. Give fewer, or min_new_tokens=0."
             )
     if (violation := _lost_presence(request, len(request.tokens))) is not None:
         yield violation

@@ -1,0 +1,112 @@
+"""Episodes of agents on the ranks of a replica, with a real host and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from test_agent_runners import Held, host_of
+
+from hybridrl.agents.backend import TurnRequest
+from hybridrl.agents.host import AgentHost
+from hybridrl.agents.samples import pick_all
+from hybridrl.agents.sessions import Session, Sessions
+from hybridrl.agents.tasks import Report
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.contracts.batch import Prompt
+from hybridrl.generation.agent_episodes import AgentEpisodes
+from hybridrl.loop.agent_setup import max_stop_tokens
+from hybridrl.parallel.messages import pack, unpack
+from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.rollout.engine import Completion, Request, SamplingParams
+
+PROMPT = Prompt(0, "2+2=", (1, 2))
+SAMPLING = SamplingParams(max_new_tokens=40, min_new_tokens=8, stop_token_ids=(3,))
+
+
+class Link:
+    """Stands in for a replica of two ranks in one process: the first rank is called first."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def broadcast_object(self, value: Any) -> Any:
+        self.sent.append(pack(value))
+        return value
+
+
+class Follower:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def broadcast_object(self, value: Any) -> Any:
+        return unpack(self._link.sent.pop(0))
+
+
+class Replica:
+    """Two ranks with one host, whose programs end when the test says so."""
+
+    def __init__(self, folder: Path, picker: Callable[..., Any] = pick_all) -> None:
+        self.runner, self.sessions = Held(), Sessions(100, None)
+        self.opened: list[Session] = []
+        open_session = self.sessions.open
+
+        def recorded(*args: Any, **more: Any) -> Session:
+            self.opened.append(open_session(*args, **more))
+            return self.opened[-1]
+
+        self.sessions.open = recorded  # type: ignore[method-assign]
+        self.host: AgentHost = host_of(folder, self.runner, self.sessions, picker)
+        self.link = Link()
+        self.first = AgentEpisodes(cast(ReplicaGroup, self.link), self.host, 0)
+        self.second = AgentEpisodes(cast(ReplicaGroup, Follower(self.link)), None, 0)
+
+    def start(self, num: int = 1, is_evaluation: bool = False) -> None:
+        for rank in (self.first, self.second):
+            rank.start_round(is_evaluation)
+            for sample in range(num):
+                rank.begin(-1 if is_evaluation else 0, sample, PROMPT, SAMPLING)
+
+    def advance(self, *done: Completion) -> tuple[list[Any], list[Request], list[int]]:
+        """Returns what both ranks return: responses, requests and the stopped requests."""
+        found = self.first.advance(done, False)
+        assert self.second.advance(done, False) == found
+        stopped = list(self.first.take_stopped())
+        assert list(self.second.take_stopped()) == stopped
+        return *found, stopped
+
+    def request(self, key: int = 0, max_new_tokens: int = 20) -> int:
+        """Requests a turn as the endpoint does. Returns its number."""
+        prepared = self.opened[key].prepare_tokens((1, 2), None)
+        number = self.sessions.next_request_id()
+        turn = TurnRequest(number, "s", key, prepared.turn, (1, 2), max_new_tokens)
+        self.host._queue.submit(turn)
+        return number
+
+    def commit(self, key: int = 0) -> None:
+        """Adds a finished turn to the session of an episode."""
+        prepared = self.opened[key].prepare_tokens((1, 2), None)
+        self.opened[key].commit(prepared, completion(99))
+
+
+def completion(number: int) -> Completion:
+    return Completion(number, (5, 3), (-1.0, -1.0), "stop", 0)
+
+
+def test_a_turn_shorter_than_the_minimum_lowers_the_minimum(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start(2)
+    replica.request(max_new_tokens=5)
+    replica.request(max_new_tokens=20)
+    replica.runner.done[1](Report(1.0))  # without a turn
+    _, requests, _ = replica.advance()
+    lengths = [(one.sampling.min_new_tokens, one.sampling.max_new_tokens) for one in requests]
+    assert sorted(lengths) == [(1, 1), (5, 5), (8, 20)]
+
+
+def test_only_engines_with_a_maximum_limit_stop_tokens() -> None:
+    rollout = RolloutConfig(engine="vllm", min_new_tokens=4)
+    assert max_stop_tokens(rollout, (1, 2)) == 126
+    assert max_stop_tokens(RolloutConfig(engine="vllm"), (1, 2)) is None
+    assert max_stop_tokens(RolloutConfig(engine="sglang", min_new_tokens=4), (1,)) is None
