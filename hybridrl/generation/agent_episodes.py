@@ -32,6 +32,21 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
+# Failures of episodes that reached a limit before a turn had finished.
+EARLY_LIMITS = {
+    "tokens": (
+        f"sent a request that does not fit into the context for {WHERE}, before any turn",
+        "a prompt shorter than data.max_prompt_tokens + rollout.max_new_tokens; raise one of them",
+    ),
+    "turns": (
+        f"reached agent.max_turns for {WHERE} before a turn had finished",
+        "an agent that waits for its turns; or raise agent.max_turns",
+    ),
+}
+NO_ROWS = (
+    f"chose none of the rows of {WHERE} (agent.rows)",
+    "a function that returns at least one of the rows that it receives",
+)
 NO_REPORT = (
     f"reported no reward for {WHERE}",
     "a reward in the file HYBRIDRL_RESULT or as the function's result, or a reward.function",
@@ -71,7 +86,7 @@ class _News:
 
 @dataclass
 class _LastTurn:
-    """A turn that is sampled for an episode without any turn, because a response needs a token."""
+    """A turn that is sampled for an episode without rows, because a response needs a token."""
 
     key: int
     finished: Finished
@@ -344,7 +359,7 @@ class AgentEpisodes:
             finish_reason=done.finish_reason,
             versions=done.runs,
         )
-        failure = last.finished.failure or NO_TURN
+        failure = last.finished.failure or _reason(last.finished)
         return _joined(self._open[last.key], last.finished, (sequence,), failure)
 
     def _response(self, episode: _Episode, finished: Finished) -> AgentResponse:
@@ -364,6 +379,13 @@ class AgentEpisodes:
         if is_whole and finished.reward is None and self._needs_report:
             failure = NO_REPORT
         return _joined(episode, finished, sequences, failure)
+
+
+def _reason(finished: Finished) -> tuple[str, str]:
+    """Returns why an episode without rows failed, although its program did not."""
+    if finished.result.num_turns:
+        return NO_ROWS
+    return NO_TURN if finished.limit is None else EARLY_LIMITS[finished.limit]
 
 
 def _joined(

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from test_agent_runners import Held, host_of
 
 from hybridrl.agents.backend import TurnRequest
+from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.host import AgentHost
-from hybridrl.agents.samples import pick_all
-from hybridrl.agents.sessions import Session, Sessions
+from hybridrl.agents.samples import Budgets, pick_all
+from hybridrl.agents.sessions import ContextOverflow, Session, Sessions
 from hybridrl.agents.tasks import Report
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.contracts.batch import Prompt
@@ -47,12 +49,16 @@ class Follower:
 class Replica:
     """Two ranks with one host, whose programs end when the test says so."""
 
-    def __init__(self, folder: Path, picker: Callable[..., Any] = pick_all) -> None:
+    def __init__(
+        self, folder: Path, picker: Callable[..., Any] = pick_all, budgets: Budgets | None = None
+    ) -> None:
         self.runner, self.sessions = Held(), Sessions(100, None)
         self.opened: list[Session] = []
         open_session = self.sessions.open
 
         def recorded(*args: Any, **more: Any) -> Session:
+            if budgets is not None:
+                args = (*args[:2], budgets)
             self.opened.append(open_session(*args, **more))
             return self.opened[-1]
 
@@ -87,7 +93,7 @@ class Replica:
     def commit(self, key: int = 0) -> None:
         """Adds a finished turn to the session of an episode."""
         prepared = self.opened[key].prepare_tokens((1, 2), None)
-        self.opened[key].commit(prepared, completion(99))
+        self.opened[key].commit(prepared, completion(99)).is_delivered = True
 
 
 def completion(number: int) -> Completion:
@@ -110,3 +116,32 @@ def test_only_engines_with_a_maximum_limit_stop_tokens() -> None:
     assert max_stop_tokens(rollout, (1, 2)) == 126
     assert max_stop_tokens(RolloutConfig(engine="vllm"), (1, 2)) is None
     assert max_stop_tokens(RolloutConfig(engine="sglang", min_new_tokens=4), (1,)) is None
+
+
+@pytest.mark.parametrize("case", ["no turn", "context", "turns", "no rows", "program"])
+def test_an_episode_without_rows_reports_the_reason(tmp_path: Path, case: str) -> None:
+    replica = Replica(tmp_path, pick_none if case == "no rows" else pick_all, Budgets(max_turns=1))
+    replica.start()
+    report, expected = Report(failure=("exited with 1", "0")), "exited with 1"
+    if case == "context":
+        with pytest.raises(ContextOverflow):
+            replica.opened[0].prepare_tokens((1,) * 200, None)
+        expected = "does not fit into the context"
+    elif case == "turns":
+        replica.request()
+        with pytest.raises(BadRequest):
+            replica.request()
+        expected = "reached agent.max_turns"
+    elif case == "no rows":
+        replica.commit()
+        report, expected = Report(1.0), "chose none of the rows"
+    elif case == "no turn":
+        report, expected = Report(1.0), "requested no turn"
+    replica.runner.done[0](report)
+    _, (substitute,), _ = replica.advance()
+    (response,), _, _ = replica.advance(completion(substitute.request_id))
+    assert response.ended == "failure" and expected in response.failure[0]
+
+
+def pick_none(rows: Any) -> Any:
+    return []
