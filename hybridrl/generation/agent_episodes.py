@@ -304,15 +304,6 @@ class AgentEpisodes:
             host.wait(LONGEST_WAIT_S if self._is_evaluation else self._waits_s)
         arrivals = host.take()
         requests = []
-        held, self._held = [*self._held, *arrivals.requests], []
-        for turn in held:
-            episode = self._open.get(turn.sample_key)
-            if episode is None:  # it ended in the meantime
-                host.abort(turn.request_id)
-            elif episode.is_evaluation != self._is_evaluation:
-                self._held.append(turn)
-            else:
-                requests.append((episode.key, self._request(episode, turn)))
         ended, self._ended = [*self._ended, *host.take_finished()], []
         for finished in ended:
             episode = self._open.get(finished.key)
@@ -324,7 +315,22 @@ class AgentEpisodes:
                 responses.append((finished.key, self._response(episode, finished)))
             else:
                 requests.append((episode.key, self._last_turn(host, episode, finished)))
-        stopped = tuple(number for number in arrivals.aborted if number in self._owners)
+        over = {key for key, _ in responses} | {one.key for one in self._last_turns.values()}
+        held, self._held = [*self._held, *arrivals.requests], []
+        for turn in held:
+            episode = self._open.get(turn.sample_key)
+            if episode is None or episode.key in over:
+                host.abort(turn.request_id)
+            elif episode.is_evaluation != self._is_evaluation:
+                self._held.append(turn)
+            else:
+                requests.append((episode.key, self._request(episode, turn)))
+        # Turns of an episode that ended are stopped now, because their aborts may arrive later than
+        # the last call of the round.
+        unwanted = {*arrivals.aborted}
+        unwanted |= {n for n, key in self._owners.items() if key in over}
+        unwanted -= self._last_turns.keys() | {done.request_id for done in completions}
+        stopped = tuple(number for number in self._owners if number in unwanted)
         return _News(tuple(requests), stopped, tuple(responses))
 
     def _request(self, episode: _Episode, turn: TurnRequest) -> Request:

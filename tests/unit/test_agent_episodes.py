@@ -145,3 +145,19 @@ def test_an_episode_without_rows_reports_the_reason(tmp_path: Path, case: str) -
 
 def pick_none(rows: Any) -> Any:
     return []
+
+
+def test_turns_of_an_episode_that_ended_are_stopped_at_once(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start(2)
+    sampled, empty = replica.request(0), replica.request(1)
+    assert len(replica.advance()[1]) == 2
+    replica.commit(0)
+    replica.request(0)  # arrives together with the end of its episode
+    for key in (0, 1):
+        replica.runner.done[key](Report(1.0))
+    (response,), (substitute,), stopped = replica.advance()
+    assert response.request_id == 0 and sorted(stopped) == [sampled, empty]
+    (response,), requests, stopped = replica.advance(completion(substitute.request_id))
+    assert response.request_id == 1 and not requests and not stopped
+    assert not replica.first.is_waiting
