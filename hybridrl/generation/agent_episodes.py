@@ -16,13 +16,15 @@ records the version of the weights that sampled it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.agents.backend import TurnRequest
 from hybridrl.agents.host import AgentHost, Assignment, Finished
 from hybridrl.contracts.batch import Prompt
+from hybridrl.errors import UserError, error_text, failure_text
 from hybridrl.generation.responses import AgentResponse, AgentSequence, End, OpenAgent
 from hybridrl.parallel import progress
 from hybridrl.parallel.replica import ReplicaGroup
@@ -77,11 +79,13 @@ class _News:
         requests: New requests for the engine, with the keys of their episodes.
         stopped: Requests that no program waits for.
         responses: Responses that ended, with the keys of their episodes.
+        error: Error on the first rank, which all ranks raise.
     """
 
     requests: tuple[tuple[int, Request], ...] = ()
     stopped: tuple[int, ...] = ()
     responses: tuple[tuple[int, AgentResponse], ...] = ()
+    error: Exception | None = None
 
 
 @dataclass
@@ -132,6 +136,7 @@ class AgentEpisodes:
         self._held: list[TurnRequest] = []  # arrived while an evaluation uses the engine
         self._ended: list[Finished] = []  # of training, while an evaluation uses the engine
         self._last_turns: dict[int, _LastTurn] = {}  # by request
+        self._error: Exception | None = None  # raised on all ranks by the next `advance`
         if host is not None:
             host.sleep()
 
@@ -180,7 +185,8 @@ class AgentEpisodes:
         self._open[key] = episode
         if self._host is not None:
             columns = prompt.columns_with_text
-            self._host.begin(Assignment(key, step, sample_id, prompt.asked, columns))
+            with self._noted_error():
+                self._host.begin(Assignment(key, step, sample_id, prompt.asked, columns))
 
     def advance(
         self, completions: Sequence[Completion], blocks: bool
@@ -191,13 +197,22 @@ class AgentEpisodes:
         Args:
             completions: Finished turns.
             blocks: Whether to wait for a program if no response can continue without one.
+
+        Raises:
+            UserError: The user's function for `agent.rows` returned something wrong. All ranks of
+                the replica raise an error of the first rank, because they wait for its events.
         """
         if not self.is_waiting and not completions:
             return [], []
         news = _News()
         if self._host is not None:
-            news = self._collected(self._host, completions, blocks)
+            with self._noted_error():
+                news = self._collected(self._host, completions, blocks)
+            if self._error is not None:
+                news = _News(error=_sendable(self._error))
         news = self._replica.broadcast_object(news)
+        if news.error is not None:
+            raise self._error or news.error
         for done in completions:
             self._owners.pop(done.request_id, None)
         self._stopped = tuple(n for n in news.stopped if n not in self._paused)
@@ -287,10 +302,19 @@ class AgentEpisodes:
         self._owners = {n: owner for n, owner in self._owners.items() if n not in owned}
         if self._host is None:
             return
-        self._host.end(key)
+        with self._noted_error():
+            self._host.end(key)
         self._held = [turn for turn in self._held if turn.sample_key != key]
         self._ended = [one for one in self._ended if one.key != key]
         self._last_turns = {n: one for n, one in self._last_turns.items() if one.key != key}
+
+    @contextmanager
+    def _noted_error(self) -> Iterator[None]:
+        """Context manager that keeps an error for the next `advance`."""
+        try:
+            yield
+        except Exception as error:  # raised by `advance`
+            self._error = self._error or error
 
     def _collected(self, host: AgentHost, completions: Sequence[Completion], blocks: bool) -> _News:
         """Returns the events since the last call. Called on the first rank of the replica."""
@@ -385,6 +409,13 @@ class AgentEpisodes:
         if is_whole and finished.reward is None and self._needs_report:
             failure = NO_REPORT
         return _joined(episode, finished, sequences, failure)
+
+
+def _sendable(error: Exception) -> Exception:
+    """Returns an error for the other ranks. Other errors than UserErrors may not be picklable."""
+    if isinstance(error, UserError):
+        return error
+    return RuntimeError(f"the replica's first rank {failure_text(error)}: {error_text(error)}")
 
 
 def _reason(finished: Finished) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from hybridrl.agents.sessions import ContextOverflow, Session, Sessions
 from hybridrl.agents.tasks import Report
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.contracts.batch import Prompt
+from hybridrl.errors import UserError
 from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.loop.agent_setup import max_stop_tokens
 from hybridrl.parallel.messages import pack, unpack
@@ -161,3 +162,26 @@ def test_turns_of_an_episode_that_ended_are_stopped_at_once(tmp_path: Path) -> N
     (response,), requests, stopped = replica.advance(completion(substitute.request_id))
     assert response.request_id == 1 and not requests and not stopped
     assert not replica.first.is_waiting
+
+
+def test_errors_on_the_first_rank_are_raised_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(tmp_path, picker=lambda rows: [None])
+    replica.start()
+    replica.commit()
+    replica.runner.done[0](Report(1.0))
+    for rank in (replica.first, replica.second):
+        with pytest.raises(UserError, match=r"agent\.rows"):
+            rank.advance((), False)
+    replica = Replica(tmp_path)
+    monkeypatch.setattr(replica.runner, "start", fails)
+    replica.start()
+    with pytest.raises(OSError, match="no processes"):
+        replica.first.advance((), False)
+    with pytest.raises(RuntimeError, match="first rank raised OSError: no processes"):
+        replica.second.advance((), False)
+
+
+def fails(*_: Any) -> None:
+    raise OSError("no processes left")
