@@ -53,6 +53,11 @@ class Assignment:
     prompt: Asked
     columns: Mapping[str, Any]
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the episode belongs to an evaluation."""
+        return self.step < 0
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -79,6 +84,7 @@ class Finished:
 class _Running:
     session: Session
     began: float
+    is_evaluation: bool
 
 
 class AgentHost:
@@ -93,7 +99,9 @@ class AgentHost:
         model: Name of the model, which programs send with requests.
         budgets: Limits of each session.
         picker: Chooses the rows of each session.
-        concurrency: Maximum number of programs at the same time.
+        concurrency: Maximum number of programs at the same time. Programs of training and of
+            evaluations are counted separately, because programs of training cannot continue while
+            an evaluation uses the engine.
         status_file: File for `hybridrl top`.
     """
 
@@ -116,7 +124,8 @@ class AgentHost:
         self._budgets, self._picker, self._concurrency = budgets, picker, concurrency
         self._status_file, self._status_at = status_file, 0.0
         self._lock = threading.Lock()
-        self._waiting: deque[Assignment] = deque()
+        self._waiting: deque[Assignment] = deque()  # of training
+        self._waiting_evaluation: deque[Assignment] = deque()
         self._running: dict[int, _Running] = {}
         self._finished: list[Finished] = []
         self._mistake: UserError | None = None
@@ -125,13 +134,18 @@ class AgentHost:
     def begin(self, assignment: Assignment) -> None:
         """Starts an episode as soon as the number of running programs permits it."""
         with self._lock:
-            self._waiting.append(assignment)
+            if assignment.is_evaluation:
+                self._waiting_evaluation.append(assignment)
+            else:
+                self._waiting.append(assignment)
         self._fill()
 
     def end(self, key: int) -> None:
         """Ends an episode whose result is not needed."""
         with self._lock:
-            self._waiting = deque(one for one in self._waiting if one.key != key)
+            for waiting in (self._waiting, self._waiting_evaluation):
+                for one in [one for one in waiting if one.key == key]:
+                    waiting.remove(one)
             running = self._running.pop(key, None)
             self._finished = [one for one in self._finished if one.key != key]
         if running is not None:
@@ -204,6 +218,7 @@ class AgentHost:
         """Ends all programs and the endpoint."""
         with self._lock:
             self._waiting.clear()
+            self._waiting_evaluation.clear()
             running, self._running = list(self._running.values()), {}
         self._queue.close("The run has ended.")
         try:
@@ -221,11 +236,10 @@ class AgentHost:
         """Starts waiting episodes while the number of running programs permits it."""
         while True:
             with self._lock:
-                if not self._waiting or len(self._running) >= self._concurrency:
+                if (one := self._next()) is None:
                     return
-                one = self._waiting.popleft()
                 session = self._sessions.open(one.key, dict(one.columns), self._budgets)
-                self._running[one.key] = _Running(session, self._clock.now())
+                self._running[one.key] = _Running(session, self._clock.now(), one.is_evaluation)
             task = AgentTask(
                 key=one.key,
                 step=one.step,
@@ -237,6 +251,20 @@ class AgentHost:
                 model=self._model,
             )
             self._runner.start(task, partial(self._on_end, one.key))
+
+    def _next(self) -> Assignment | None:
+        """Removes and returns the next episode that may start; None if there is none. Called with
+        the lock held.
+        """
+        num_evaluating = sum(one.is_evaluation for one in self._running.values())
+        num_training = len(self._running) - num_evaluating
+        for waiting, num_running in (
+            (self._waiting_evaluation, num_evaluating),
+            (self._waiting, num_training),
+        ):
+            if waiting and num_running < self._concurrency:
+                return waiting.popleft()
+        return None
 
     def _on_end(self, key: int, report: Report) -> None:
         """Called by the runner when a program has ended."""
@@ -272,7 +300,7 @@ class AgentHost:
         with self._lock:
             status = {
                 "running": len(self._running),
-                "waiting": len(self._waiting),
+                "waiting": len(self._waiting) + len(self._waiting_evaluation),
                 "turns": self._queue.num_unfinished,
                 "ended": self._num_ended,
                 "failed": self._num_failed,

@@ -185,3 +185,15 @@ def test_errors_on_the_first_rank_are_raised_on_all_ranks(
 
 def fails(*_: Any) -> None:
     raise OSError("no processes left")
+
+
+def test_an_evaluation_starts_its_programs_while_those_of_training_wait(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start(3)  # two may run at the same time
+    assert list(replica.runner.done) == [0, 1]
+    replica.start(3, is_evaluation=True)
+    assert list(replica.runner.done) == [0, 1, 3, 4]
+    replica.runner.done[3](Report(1.0))
+    assert list(replica.runner.done) == [0, 1, 3, 4, 5]
+    replica.runner.done[0](Report(1.0))
+    assert list(replica.runner.done) == [0, 1, 3, 4, 5, 2]
