@@ -85,6 +85,7 @@ def slow_transfer(case: Case, group: Any) -> None:
 
         sender = threading.Thread(target=send)
         sender.start()
+        time.sleep(2 * heartbeat.BEAT_S)  # until all know that rank 2 waits
         dist.recv(torch.empty(4), other)
         sender.join()
     case.wait_for(dist.all_reduce, case.ones(2), group=group)

@@ -170,7 +170,7 @@ def test_ledger_counts_lent_memory_once(keeps_memory: bool) -> None:
     lent = LentMemory(driver, memory.gradient_bytes(), pieces_of(driver, 6 * MIB))
     memory.move_gradients_to(lent, lambda *_: None)
     train = SimpleNamespace(release_weights_in_rollout=False)
-    model = SimpleNamespace(memory=memory, train=train, frozen_weights=dict, lora=None)
+    model = SimpleNamespace(memory=memory, train=train, frozen_weights=dict, lora=None, borrowed=())
     models: Any = {"policy": model}
     engine = {"weights": Holding(6 * MIB)}
     found = entries(models, engine, keeps_memory)

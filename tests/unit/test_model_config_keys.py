@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
 from hybridrl.config.load import load_config_dict
+from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import ModelError
 from hybridrl.loop import preflight as validate
 from hybridrl.models.families import FAMILIES
@@ -23,6 +24,7 @@ from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.rollout.registry import EnginePackage
 from hybridrl.versions import Support
 
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes" / "models"
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -42,12 +44,20 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
 def test_table_of_architectures_is_that_of_the_families() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
-    said = {tuple(cell.strip().strip("`") for cell in row) for row in rows}
+    # A wrapper stands before the text model that it contains.
+    said = {tuple(cell.split(",", -1)[-1].strip(" `") for cell in row[:2]) for row in rows}
+    hybrids = set()
+    for file in RECIPES.glob("*/config.json"):
+        family, shape = read_model(None, text_part(json.loads(file.read_text())))
+        hybrids |= {family.name} if shape.mixer is not None else set()
     families = [resolve_family(name, {}) for name in FAMILIES]
-    assert said == {
-        (architecture, one.name, "hf, vllm" if one.is_served_fused else "hf")
+    engines = {row[1].strip(" `"): row[2].strip() for row in rows}
+    assert engines == {
+        one.name: "hf, vllm" if one.is_served_fused and one.name not in hybrids else "hf"
         for one in families
-        for architecture in one.architectures
+    }
+    assert said == {
+        (architecture, one.name) for one in families for architecture in one.architectures
     }
 
 

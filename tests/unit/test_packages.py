@@ -29,6 +29,9 @@ OPTIONAL = {"datasets", "langdetect", "math_verify", "transformer_engine"} | {
     "wandb",
     "mlflow",
     "ray",
+    "aiohttp",
+    "openai",
+    "fla",
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 
