@@ -115,11 +115,13 @@ def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
         shape = SimpleNamespace(**sizes, attention_sinks=sinks, mixer=None, whole_qk_norm=False)
         return list(model_rules(shape, True))
 
-    assert rules(None) == rules(SimpleNamespace(dense_layers=())) == []
-    (violation,) = rules(SimpleNamespace(dense_layers=(1, 3)))
+    assert rules(None) == rules(SimpleNamespace(dense_layers=(), has_bias=False)) == []
+    (violation,) = rules(SimpleNamespace(dense_layers=(1, 3), has_bias=False))
     assert violation.name == "model's layers without experts" and violation.value == "1, 3"
     assert "rollout.engine=vllm" in violation.remedy
-    assert rules(SimpleNamespace(dense_layers=(0,)), latent=object()) == []  # DeepSeek's
+    assert (
+        rules(SimpleNamespace(dense_layers=(0,), has_bias=True), latent=object()) == []
+    )  # DeepSeek's
     (violation,) = rules(None, window=4096)
     assert violation.name == "model's sliding_window" and violation.value == 4096
     (violation,) = rules(None, window=128, sinks=True)
