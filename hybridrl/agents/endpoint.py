@@ -1,6 +1,6 @@
-"""HTTP server for agents, in a thread of its own. Does not import torch.
+"""Serves agents over HTTP in a separate thread. Does not import torch.
 
-Serves the APIs of OpenAI and Anthropic and vLLM's token form to programs that know the token of an
+Offers the APIs of OpenAI and Anthropic and vLLM's token form to programs that know the token of an
 open session. Invariants: it listens on loopback unless told otherwise; it answers only requests
 whose Host is an address or a name that it knows, so that no web page reaches it through a domain
 name; a request sees only the session whose token it sends.

@@ -316,6 +316,14 @@ class AgentEpisodes:
         except Exception as error:  # raised by `advance`
             self._error = self._error or error
 
+    def _has_events(self) -> bool:
+        """Whether turns or results are kept that belong to this round, which is either training or
+        an evaluation. Those of the other round wait for its turn.
+        """
+        keys = [turn.sample_key for turn in self._held] + [one.key for one in self._ended]
+        episodes = [self._open.get(key) for key in keys]
+        return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
+
     def _collected(self, host: AgentHost, completions: Sequence[Completion], blocks: bool) -> _News:
         """Returns the events since the last call. Called on the first rank of the replica."""
         responses = []
@@ -324,7 +332,7 @@ class AgentEpisodes:
                 responses.append((last.key, self._response_without_turn(last, done)))
             else:
                 host.finish(done)
-        if blocks and not responses and not self._held and not self._ended:
+        if blocks and not responses and not self._has_events():
             host.wait(LONGEST_WAIT_S if self._is_evaluation else self._waits_s)
         arrivals = host.take()
         requests = []

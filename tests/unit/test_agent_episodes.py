@@ -197,3 +197,22 @@ def test_an_evaluation_starts_its_programs_while_those_of_training_wait(tmp_path
     assert list(replica.runner.done) == [0, 1, 3, 4, 5]
     replica.runner.done[0](Report(1.0))
     assert list(replica.runner.done) == [0, 1, 3, 4, 5, 2]
+
+
+def test_an_evaluation_waits_while_turns_of_training_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(tmp_path)
+    replica.start()
+    replica.start(is_evaluation=True)
+    replica.request(key=0)  # of training
+    assert replica.advance() == ([], [], [])
+    waits: list[float] = []
+    monkeypatch.setattr(replica.host, "wait", waits.append)
+    replica.first.advance((), True)
+    assert len(waits) == 1
+    for rank in (replica.first, replica.second):
+        rank.start_round(False)
+    replica.first.advance((), True)
+    assert len(waits) == 1, "the kept turn is requested at once"
+    replica.host.close()

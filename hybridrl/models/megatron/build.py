@@ -134,7 +134,7 @@ def transformer_config(
 def _mixer_keywords(shape: ModelShape) -> dict[str, Any]:
     if shape.mixer is None:
         return {}
-    # Checkpoints then store each layer by itself, because layers have different parameters.
+    # Checkpoints then store each layer separately, because layers have different parameters.
     is_recurrent = [int(layer in shape.mixer.layers) for layer in range(shape.num_layers)]
     return {"linear_attention_freq": is_recurrent}
 
