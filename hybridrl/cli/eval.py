@@ -12,7 +12,16 @@ import typer
 
 from hybridrl.checkpoint.folders import STEP_FOLDER, newest_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST
-from hybridrl.cli.options import Json, Overrides, World, json_only, refuse_other_job, torchrun_world
+from hybridrl.cli.options import (
+    CheckpointFolder,
+    Json,
+    ModelSource,
+    Overrides,
+    World,
+    json_only,
+    refuse_other_job,
+    torchrun_world,
+)
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.rules import default_world_size
@@ -225,18 +234,10 @@ def _shown(value: Any) -> str:
 
 
 def evaluate(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="WHAT",
-            help="YAML configuration, run folder, checkpoint folder, HF or PEFT directory.",
-        ),
-    ],
+    config: ModelSource,
     overrides: Overrides = None,
     world: World = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest checkpoint.")
-    ] = None,
+    checkpoint: CheckpointFolder = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL file to evaluate, in place of the run's own held-out prompts."),

@@ -17,6 +17,16 @@ from hybridrl.parallel.failure import is_launched
 from hybridrl.services.launch.local_ranks import is_rank
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
+ModelSource = Annotated[
+    Path,
+    typer.Argument(
+        metavar="WHAT",
+        help="YAML configuration, run folder, checkpoint folder, HF or PEFT directory.",
+    ),
+]
+CheckpointFolder = Annotated[
+    Path | None, typer.Option(help="Checkpoint folder; default: the run's newest checkpoint.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

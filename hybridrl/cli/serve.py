@@ -10,7 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from hybridrl.cli.eval import evaluated_config, untrained_warning
-from hybridrl.cli.options import Json, Overrides, World, json_only, refuse_other_job, torchrun_world
+from hybridrl.cli.options import (
+    CheckpointFolder,
+    Json,
+    ModelSource,
+    Overrides,
+    World,
+    json_only,
+    refuse_other_job,
+    torchrun_world,
+)
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
@@ -25,18 +34,10 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="WHAT",
-            help="YAML configuration, run folder, checkpoint folder, HF or PEFT directory.",
-        ),
-    ],
+    source: ModelSource,
     overrides: Overrides = None,
     world: World = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest checkpoint.")
-    ] = None,
+    checkpoint: CheckpointFolder = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free port.")] = 8000,
     allow_host: Annotated[
