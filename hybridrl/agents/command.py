@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError, short
 from hybridrl.rewards.outcome import LARGEST, WHERE
@@ -123,8 +123,8 @@ class CommandRunner:
     Args:
         command: Arguments, or one text for /bin/sh.
         env: Additional environment variables.
-        timeout_s: Time limit of one episode, in seconds of `clock`.
-        clock: Clock that stands still while the engine sleeps.
+        timeout_s: Time limit of one episode, in seconds of `clocks`.
+        clocks: Clocks that stand still while the agents cannot get answers.
         logs: Files for the output.
         sandbox: Wraps the command; None for no sandbox.
     """
@@ -135,12 +135,12 @@ class CommandRunner:
         command: str | Sequence[str],
         env: Mapping[str, str],
         timeout_s: float,
-        clock: AwakeClock,
+        clocks: AgentClocks,
         logs: EpisodeLogs,
         sandbox: Sandbox | None = None,
     ) -> None:
         self._command = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        self._env, self._timeout_s, self._clock = dict(env), timeout_s, clock
+        self._env, self._timeout_s, self._clocks = dict(env), timeout_s, clocks
         self._logs, self._sandbox = logs, sandbox
         # The kernel then ends the program if this process is killed.
         setpriv = shutil.which("setpriv")
@@ -214,7 +214,7 @@ class CommandRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        is_late = self._wait(process, stop)
+        is_late = self._wait(process, self._clocks.of(task.is_evaluation), stop)
         code = _end_group(process)
         where = f" (output: {log})" if log is not None else ""
         if is_late:
@@ -227,11 +227,13 @@ class CommandRunner:
             return Report(failure=(f"{ended} on {WHERE}{where}", PROGRAM))
         return reported(result)
 
-    def _wait(self, process: subprocess.Popen[bytes], stop: threading.Event) -> bool:
+    def _wait(
+        self, process: subprocess.Popen[bytes], clock: AwakeClock, stop: threading.Event
+    ) -> bool:
         """Waits until the program ends or must be ended. Returns whether its time is over."""
-        deadline = self._clock.now() + self._timeout_s
+        deadline = clock.now() + self._timeout_s
         while not stop.is_set():
-            left = deadline - self._clock.now()
+            left = deadline - clock.now()
             if left <= 0:
                 return True
             with suppress(subprocess.TimeoutExpired):

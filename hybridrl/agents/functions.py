@@ -29,7 +29,7 @@ from hybridrl.agents.command import (
     checked_report,
     scrubbed_environment,
 )
-from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
 from hybridrl.config.files import parse_json
 from hybridrl.rewards.outcome import WHERE
 
@@ -55,8 +55,8 @@ class FunctionRunner:
         path: Function `package.module:name`.
         options: Keyword arguments of the function.
         workers: Number of processes.
-        timeout_s: Time limit of one episode, in seconds of `clock`.
-        clock: Clock that stands still while the engine sleeps.
+        timeout_s: Time limit of one episode, in seconds of `clocks`.
+        clocks: Clocks that stand still while the agents cannot get answers.
         logs: Files for the output of the calls.
     """
 
@@ -67,10 +67,10 @@ class FunctionRunner:
         options: Mapping[str, Any],
         workers: int,
         timeout_s: float,
-        clock: AwakeClock,
+        clocks: AgentClocks,
         logs: EpisodeLogs,
     ) -> None:
-        make = _Worker(path, dict(options), timeout_s, clock, logs)
+        make = _Worker(path, dict(options), timeout_s, clocks, logs)
         self._workers = [make.another() for _ in range(workers)]
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
@@ -92,12 +92,12 @@ class _Worker:
         path: str,
         options: dict[str, Any],
         timeout_s: float,
-        clock: AwakeClock,
+        clocks: AgentClocks,
         logs: EpisodeLogs,
     ) -> None:
-        self._given = path, options, timeout_s, clock, logs
+        self._given = path, options, timeout_s, clocks, logs
         self._path, self._options, self._timeout_s = path, options, timeout_s
-        self._clock, self._logs = clock, logs
+        self._clocks, self._logs = clocks, logs
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: Lines | None = None  # None while no process is needed
@@ -110,8 +110,9 @@ class _Worker:
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
         log = self._logs.file(task)
         line = _line({"task": asdict(task), "log": None if log is None else str(log)})
+        deadline = self._clocks.of(task.is_evaluation).now() + self._timeout_s
         with self._lock:
-            self._calls[task.key] = _Call(task, done, self._clock.now() + self._timeout_s)
+            self._calls[task.key] = _Call(task, done, deadline)
             if self._lines is None:
                 self._lines = self._begin()
             self._lines.put(line)
@@ -220,14 +221,17 @@ class _Worker:
         """Cancels calls whose time is over. Returns whether one did not end when it was
         cancelled.
         """
-        now = self._clock.now()
         with self._lock:
             for key, call in self._calls.items():
-                if now >= call.deadline and not call.is_cancelled and self._lines is not None:
+                if self._late_s(call) >= 0 and not call.is_cancelled and self._lines is not None:
                     call.is_cancelled = True
                     self._lines.put(_line({"cancel": key}))
             calls = self._calls.values()
-            return any(one.is_cancelled and now >= one.deadline + GRACE_S for one in calls)
+            return any(one.is_cancelled and self._late_s(one) >= GRACE_S for one in calls)
+
+    def _late_s(self, call: _Call) -> float:
+        """Returns the seconds since the time limit of a call; negative before it."""
+        return self._clocks.of(call.task.is_evaluation).now() - call.deadline
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

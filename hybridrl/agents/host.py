@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 from hybridrl.agents.backend import Arrivals, TurnQueue
 from hybridrl.agents.samples import Budgets, Picker, SessionResult
 from hybridrl.agents.sessions import Session, Sessions
-from hybridrl.agents.tasks import AgentTask, AwakeClock, Report, Runner
+from hybridrl.agents.tasks import AgentClocks, AgentTask, Report, Runner
 from hybridrl.config.files import replace_text
 from hybridrl.contracts.prompts import Asked
 from hybridrl.errors import UserError, error_text
@@ -95,7 +95,7 @@ class AgentHost:
         queue: Turns that wait for the engine.
         endpoint: HTTP server for the sessions.
         runner: Starts the programs.
-        clock: Clock of the runner, which stands still while the engine sleeps.
+        clocks: Clocks of the runner.
         model: Name of the model, which programs send with requests.
         budgets: Limits of each session.
         picker: Chooses the rows of each session.
@@ -112,7 +112,7 @@ class AgentHost:
         queue: TurnQueue,
         endpoint: Endpoint,
         runner: Runner,
-        clock: AwakeClock,
+        clocks: AgentClocks,
         model: str,
         budgets: Budgets,
         picker: Picker,
@@ -120,7 +120,7 @@ class AgentHost:
         status_file: Path,
     ) -> None:
         self._sessions, self._queue, self._endpoint = sessions, queue, endpoint
-        self._runner, self._clock, self._model = runner, clock, model
+        self._runner, self._clocks, self._model = runner, clocks, model
         self._budgets, self._picker, self._concurrency = budgets, picker, concurrency
         self._status_file, self._status_at = status_file, 0.0
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class AgentHost:
         self._waiting_evaluation: deque[Assignment] = deque()
         self._running: dict[int, _Running] = {}
         self._finished: list[Finished] = []
-        self._mistake: UserError | None = None
+        self._error: Exception | None = None
         self._num_ended = self._num_failed = 0
 
     def begin(self, assignment: Assignment) -> None:
@@ -163,12 +163,13 @@ class AgentHost:
 
         Raises:
             UserError: The user's function for `agent.rows` returned something wrong.
+            Exception: A thread of the runner could not start the next episode.
         """
         with self._lock:
             found, self._finished = self._finished, []
-            mistake = self._mistake
-        if mistake is not None:
-            raise mistake
+            error = self._error
+        if error is not None:
+            raise error
         return found
 
     def finish(self, done: Completion) -> None:
@@ -186,19 +187,19 @@ class AgentHost:
     def wait(self, timeout_s: float) -> None:
         """Waits until a turn is requested or an episode ends, at most `timeout_s` seconds."""
         with self._lock:
-            is_any = bool(self._finished or self._mistake)
+            is_any = bool(self._finished or self._error)
         if not is_any:
             self._queue.wait(timeout_s)
 
     def sleep(self) -> None:
         """Notes that the engine sleeps; turns are then answered later."""
         self._queue.is_asleep = True
-        self._clock.sleep()
+        self._clocks.sleep()
 
-    def wake(self) -> None:
-        """Notes that the engine generates again."""
+    def wake(self, is_evaluation: bool) -> None:
+        """Notes that the engine generates again, for an evaluation or for training."""
         self._queue.is_asleep = False
-        self._clock.wake()
+        self._clocks.wake(is_evaluation)
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
         """Returns, for each running episode, the number of tokens in its finished turns by the
@@ -239,7 +240,8 @@ class AgentHost:
                 if (one := self._next()) is None:
                     return
                 session = self._sessions.open(one.key, dict(one.columns), self._budgets)
-                self._running[one.key] = _Running(session, self._clock.now(), one.is_evaluation)
+                began = self._clocks.of(one.is_evaluation).now()
+                self._running[one.key] = _Running(session, began, one.is_evaluation)
             task = AgentTask(
                 key=one.key,
                 step=one.step,
@@ -276,21 +278,27 @@ class AgentHost:
         # Programs usually end with an error if a request is refused because of a limit. The policy
         # caused this, not the program.
         failure = None if limit is not None else report.failure
-        seconds = self._clock.now() - running.began
+        seconds = self._clocks.of(running.is_evaluation).now() - running.began
         try:
             result = self._sessions.close(session, self._picker)
         except Exception as error:  # the user's picker may raise anything
-            mistake = error if isinstance(error, UserError) else _picker_mistake(error)
-            with self._lock:
-                self._mistake = self._mistake or mistake
+            self._note(error if isinstance(error, UserError) else _picker_mistake(error))
         else:
             with self._lock:
                 self._finished.append(Finished(key, result, report.reward, failure, limit, seconds))
         with self._lock:
             self._num_ended += 1
             self._num_failed += failure is not None
+        try:
+            self._fill()
+        except Exception as error:  # nobody else sees an error of this thread
+            self._note(error)
         self._queue.wake()
-        self._fill()
+
+    def _note(self, error: Exception) -> None:
+        """Keeps an error of another thread for `take_finished`."""
+        with self._lock:
+            self._error = self._error or error
 
     def _write_status(self) -> None:
         """Writes the numbers that `hybridrl top` shows, at most once per second."""

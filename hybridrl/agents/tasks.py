@@ -127,3 +127,26 @@ class AwakeClock:
         with self._lock:
             now = monotonic() if self._since is None else self._since
             return now - self._slept_s
+
+
+class AgentClocks:
+    """Clocks for the time limits of agents. Agents of training and of an evaluation have a clock
+    each, because agents of training wait while an evaluation uses the engine.
+    """
+
+    def __init__(self) -> None:
+        self._training, self._evaluation = AwakeClock(), AwakeClock()
+
+    def of(self, is_evaluation: bool) -> AwakeClock:
+        """Returns the clock for agents of an evaluation or of training."""
+        return self._evaluation if is_evaluation else self._training
+
+    def sleep(self) -> None:
+        """Begins a period that does not count for any agent."""
+        self._training.sleep()
+        self._evaluation.sleep()
+
+    def wake(self, is_evaluation: bool) -> None:
+        """Ends the period that does not count for agents of an evaluation or of training."""
+        self.of(not is_evaluation).sleep()
+        self.of(is_evaluation).wake()

@@ -158,7 +158,7 @@ class AgentEpisodes:
             if one.is_evaluation or not (is_evaluation or one.sample_id in wanted):
                 self._end(key)
         if self._host is not None:
-            self._host.wake()
+            self._host.wake(is_evaluation)
         if is_evaluation:
             return []
         paused, self._paused = self._paused, {}
@@ -398,7 +398,8 @@ class AgentEpisodes:
             versions=done.runs,
         )
         failure = last.finished.failure or _reason(last.finished)
-        return _joined(self._open[last.key], last.finished, (sequence,), failure)
+        response = _joined(self._open[last.key], last.finished, (sequence,), failure)
+        return replace(response, is_substitute=True)
 
     def _response(self, episode: _Episode, finished: Finished) -> AgentResponse:
         sequences = tuple(

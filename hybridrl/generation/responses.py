@@ -81,9 +81,19 @@ class AgentResponse(Response):
 
     Args:
         sequences: All sequences, in the order in which their last turns ended; at least one.
+        is_substitute: Whether the only sequence is a token that the agent did not request, because
+            a response needs a token. It must not be trained.
     """
 
     sequences: tuple[AgentSequence, ...] = ()
+    is_substitute: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        """Reward that the agent reported, or its failure."""
+        if self.failure is None:
+            return self.reward
+        return ScorerFailure(*self.failure, is_untrainable=self.is_substitute)
 
     @property
     def runs(self) -> Versions:

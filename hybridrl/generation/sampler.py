@@ -619,7 +619,9 @@ class Sampler:
         with self.world.all_agree("the reward") as agreement:
             groups = [] if local is None else local.group_B.tolist()
             rows = [i for i, group in enumerate(groups) if self._is_mine_to_score(group)]
-            scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
+            scored = None
+            if local is not None and rows:
+                scored = self.scorer.score(local.select(rows), trains=not self._is_evaluation)
             if scored is not None and self._has_greedy:
                 scored = with_greedy_rewards(scored)
             mine = None if scored is None else table_of(scored)

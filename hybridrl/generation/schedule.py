@@ -221,13 +221,21 @@ def assign_replicas(
         for g in groups
         if g.replica is not None and (g.is_complete or not moves)
     }
-    moved = [group for group in groups if group.number not in found]
-    work = []
-    for group in moved:
+
+    def work_of(group: Group) -> float:
         lengths = group.open_lengths
+        if not lengths:
+            return 0.0
         new = sum(remaining_tokens(have, expected[group.number], longest) for have in lengths)
-        read = len(group.prompt.tokens) + sum(lengths)
-        work.append(new + PROMPT_TOKEN_WORK * read)
-    for replica, indices in enumerate(spread(work, num_replicas)):
+        return new + PROMPT_TOKEN_WORK * (len(group.prompt.tokens) + sum(lengths))
+
+    moved = [group for group in groups if group.number not in found]
+    begun: dict[int, float] = {}
+    for group in groups:
+        if group.number in found:
+            replica = found[group.number]
+            begun[replica] = begun.get(replica, 0.0) + work_of(group)
+    work = [work_of(group) for group in moved]
+    for replica, indices in enumerate(spread(work, num_replicas, begun)):
         found |= {moved[i].number: replica for i in indices}
     return found

@@ -65,17 +65,25 @@ def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> floa
     return num_samples * response_tokens + PROMPT_TOKEN_WORK * len(prompt.tokens)
 
 
-def spread(work: Sequence[float], num_replicas: int) -> list[list[int]]:
+def spread(
+    work: Sequence[float], num_replicas: int, begun: Mapping[int, float] | None = None
+) -> list[list[int]]:
     """Repeatedly assigns the largest remaining group to the replica with the least work. Returns
     the groups of each replica, largest first, because a large group that starts last would run
     alone.
 
-    Each replica had the least work when it received its last group, so the work of any two replicas
-    differs by at most one group. The slowest replica takes at most 4/3 of the time in the best
-    possible division (Graham 1969, SIAM J. Appl. Math. 17(2), 416-429).
+    Args:
+        work: Work of each group.
+        num_replicas: Number of replicas.
+        begun: Work that a replica already has, by replica; default: none.
+
+    Each replica had the least work when it received its last group. Without `begun`, the work of
+    any two replicas therefore differs by at most one group, and the slowest replica takes at most
+    4/3 of the time in the best possible division (Graham 1969, SIAM J. Appl. Math. 17(2), 416-429).
     """
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
-    least = [(0.0, number) for number in range(num_replicas)]
+    least = [((begun or {}).get(number, 0.0), number) for number in range(num_replicas)]
+    heapq.heapify(least)
     for group in sorted(range(len(work)), key=lambda i: (-work[i], i)):
         load, number = least[0]
         replicas[number].append(group)

@@ -15,7 +15,7 @@ from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost
 from hybridrl.agents.samples import Budgets
 from hybridrl.agents.sessions import Sessions
-from hybridrl.agents.tasks import AwakeClock, Runner
+from hybridrl.agents.tasks import AgentClocks, Runner
 from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.agent import AgentConfig
@@ -91,7 +91,7 @@ def _host(
         takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
         max_stop_tokens=max_stop_tokens(rollout, ends),
     )
-    queue, clock = TurnQueue(terms), AwakeClock()
+    queue, clocks = TurnQueue(terms), AgentClocks()
     reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
     notes = [] if template is None else template_notes(template, reader)
     endpoint = Endpoint(
@@ -107,8 +107,8 @@ def _host(
         sessions=sessions,
         queue=queue,
         endpoint=endpoint.start(),
-        runner=_runner(agent, clock, EpisodeLogs(logs / "agents", agent.log_steps)),
-        clock=clock,
+        runner=_runner(agent, clocks, EpisodeLogs(logs / "agents", agent.log_steps)),
+        clocks=clocks,
         model=MODEL_NAME,
         budgets=Budgets(
             max_turns=agent.max_turns,
@@ -129,14 +129,14 @@ def max_stop_tokens(rollout: RolloutConfig, ends: tuple[int, ...]) -> int | None
     return None if most is None or not rollout.min_new_tokens else max(0, most - len(ends))
 
 
-def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:
+def _runner(agent: AgentConfig, clocks: AgentClocks, logs: EpisodeLogs) -> Runner:
     if agent.function is not None:
         return FunctionRunner(
             path=agent.function,
             options=agent.options,
             workers=agent.workers,
             timeout_s=agent.timeout_s,
-            clock=clock,
+            clocks=clocks,
             logs=logs,
         )
     assert agent.command is not None
@@ -144,7 +144,7 @@ def _runner(agent: AgentConfig, clock: AwakeClock, logs: EpisodeLogs) -> Runner:
         command=agent.command,
         env=agent.env,
         timeout_s=agent.timeout_s,
-        clock=clock,
+        clocks=clocks,
         logs=logs,
         sandbox=Bubblewrap() if agent.sandbox == "bubblewrap" else None,
     )

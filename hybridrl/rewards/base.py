@@ -191,6 +191,7 @@ class Scorer:
             called = [x for x in config.scorers().items() if x[1].function not in NOT_CALLED]
             self.parts = [Part(name, find_reward(one), one) for name, one in called]
         self._turns: TurnPart | None = None
+        self._has_agents = agent.is_on
         if environment.name is not None or agent.is_on:
             own = REPORTED if agent.is_on else TURNS
             weights = {n: s.weight for n, s in config.scorers().items() if s.function == own}
@@ -205,8 +206,8 @@ class Scorer:
 
     @property
     def drops(self) -> bool:
-        """Whether samples without a score are dropped."""
-        return self._config.on_error == "drop"
+        """Whether samples without a score may be dropped."""
+        return self._config.on_error == "drop" or self._has_agents
 
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each response, including observations but no special tokens."""
@@ -245,16 +246,18 @@ class Scorer:
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 
-    def score(self, batch: RolloutBatch) -> ScoredBatch | None:
+    def score(self, batch: RolloutBatch, trains: bool = True) -> ScoredBatch | None:
         """Adds rewards to a batch. The reward parts are the unweighted scores of each scorer. If a
         sample consists of several sequences, scorers receive the response in its last sequence, and
         all sequences get the sample's reward.
 
         Args:
             batch: Samples of complete groups, because batched scorers may compare samples.
+            trains: Whether the policy is trained on the samples.
 
         Returns:
-            The scored samples. With `reward.on_error=drop`, failed samples are removed. If too few
+            The scored samples. With `reward.on_error=drop`, failed samples are removed. Samples
+            that are trained but contain nothing that can be trained are always removed. If too few
             samples of a group remain for a comparison, the whole group is removed. None if no
             sample remains.
 
@@ -271,10 +274,11 @@ class Scorer:
         prompts, texts = batch.prompts, [self._text(one) for one in tokens]
         job = ([p.asked for p in prompts], texts, [p.columns_with_text for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
-        failed: set[int] = set()
         without_turns: list[int] = []
+        dropped: set[int] = set()
         for part, found in zip(self.parts, self._outcomes(keys, job), strict=True):
-            failed |= self._settle(part, batch, found)
+            failed = self._settle(part, batch, found)
+            dropped |= {i for i in failed if self._is_dropped(found[i], trains)}
             if isinstance(part, TurnPart) and not part.is_counted:
                 without_turns = [i for i, one in enumerate(found) if isinstance(one, ScorerFailure)]
                 continue
@@ -284,9 +288,9 @@ class Scorer:
         total_B[without_turns] = self._config.error_value
         floats = {name: ways.of_sequences(score_B.float()) for name, score_B in scores.items()}
         scored = whole.scored(ways.of_sequences(total_B.float()), floats, self._producer)
-        if not failed or not self.drops:
+        if not dropped:
             return scored
-        rest = _comparable(batch.group_B.tolist(), failed, self._min_samples)
+        rest = _comparable(batch.group_B.tolist(), dropped, self._min_samples)
         is_left_B = torch.zeros(batch.num_samples, dtype=torch.bool)
         is_left_B[rest] = True
         return scored.select(ways.of_sequences(is_left_B).nonzero()[:, 0]) if rest else None
@@ -368,6 +372,11 @@ class Scorer:
             if isinstance(outcome, Noted) and outcome.note in part.notes:
                 self._counts[f"reward/{part.name}/{outcome.note}"] += 1
         return failed
+
+    def _is_dropped(self, outcome: Outcome, trains: bool) -> bool:
+        """Whether a sample with this failure is removed."""
+        is_untrainable = isinstance(outcome, ScorerFailure) and outcome.is_untrainable
+        return self._config.on_error == "drop" or (trains and is_untrainable)
 
     def _number(self, outcome: Outcome) -> float:
         if isinstance(outcome, ScorerFailure):

@@ -58,12 +58,14 @@ class ScorerFailure:
         expected: Description of a valid result.
         cause: Exception that the scorer raised in this process, or the error about the row.
         trace: Traceback; empty if no exception was raised.
+        is_untrainable: Whether the policy sampled nothing that could be trained.
     """
 
     got: str
     expected: str = "a finite float"
     cause: BaseException | None = None
     trace: str = ""
+    is_untrainable: bool = False
 
     def log(self) -> str:
         """Writes the traceback to this rank's log, unless it was written before. Returns a sentence

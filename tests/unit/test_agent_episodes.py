@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from hybridrl.config.rollout import RolloutConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.generation.agent_episodes import AgentEpisodes
+from hybridrl.generation.responses import completion_from_json
+from hybridrl.generation.saved_rollouts import saved_fields
 from hybridrl.loop.agent_setup import max_stop_tokens
 from hybridrl.parallel.messages import pack, unpack
 from hybridrl.parallel.replica import ReplicaGroup
@@ -142,6 +145,8 @@ def test_an_episode_without_rows_reports_the_reason(tmp_path: Path, case: str) -
     _, (substitute,), _ = replica.advance()
     (response,), _, _ = replica.advance(completion(substitute.request_id))
     assert response.ended == "failure" and expected in response.failure[0]
+    assert response.is_substitute and response.outcome.is_untrainable
+    assert completion_from_json(json.loads(json.dumps(saved_fields(response)))) == response
 
 
 def pick_none(rows: Any) -> Any:

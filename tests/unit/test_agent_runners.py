@@ -25,7 +25,7 @@ from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost, Assignment
 from hybridrl.agents.samples import Budgets, pick_all
 from hybridrl.agents.sessions import Sessions
-from hybridrl.agents.tasks import AgentTask, AwakeClock, Report
+from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report
 from hybridrl.errors import UserError
 
 
@@ -54,7 +54,7 @@ def command_runner(folder: Path, command: Any, timeout_s: float = 20, **more: An
         command=command,
         env=more.pop("env", {}),
         timeout_s=timeout_s,
-        clock=AwakeClock(),
+        clocks=AgentClocks(),
         logs=EpisodeLogs(folder / "agents", 2),
         **more,
     )
@@ -171,6 +171,58 @@ def test_time_while_the_engine_sleeps_does_not_count(tmp_path):
     assert 0.04 < clock.now() - before < 0.1
 
 
+def test_time_of_an_evaluation_does_not_count_for_agents_of_training(tmp_path):
+    found: Queue[tuple[int, Report]] = Queue()
+    clocks = AgentClocks()
+    # As if an evaluation had begun.
+    clocks.wake(is_evaluation=True)
+    runner = CommandRunner(
+        command="sleep 1",
+        env={},
+        timeout_s=0.3,
+        clocks=clocks,
+        logs=EpisodeLogs(tmp_path / "agents", 0),
+    )
+    worker = FunctionRunner(
+        path="own_agents:napping",
+        options={},
+        workers=1,
+        timeout_s=0.3,
+        clocks=clocks,
+        logs=EpisodeLogs(tmp_path / "agents", 0),
+    )
+    for key, one, step in ((0, runner, 0), (1, worker, 0), (2, runner, -1)):
+        one.start(task_of(key, step), lambda report, key=key: found.put((key, report)))
+    reports = dict(found.get(timeout=20) for _ in range(3))
+    assert reports[0] == Report() and reports[1] == Report(1.0)
+    assert reports[2].failure is not None and "longer than 0.3 s" in reports[2].failure[0]
+    clocks.wake(is_evaluation=False)
+    runner.start(task_of(3), lambda report: found.put((3, report)))
+    assert found.get(timeout=20)[1].failure is not None
+    worker.close()
+
+
+def test_an_error_while_the_next_agent_is_started_reaches_the_run(tmp_path):
+    class Broken(Held):
+        def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
+            if task.key == 2:
+                raise RuntimeError("can't start new thread")
+            super().start(task, done)
+
+    runner = Broken()
+    host = host_of(tmp_path, runner, Sessions(100, None))
+    for key in range(3):  # two may run at the same time
+        host.begin(Assignment(key, 0, key, "2+2=", {}))
+    threading.Thread(target=runner.done[0], args=[Report(1.0)]).start()
+    began = time.monotonic()
+    host.wait(20)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        while time.monotonic() < began + 20:
+            host.take_finished()
+    assert time.monotonic() < began + 5
+    host.close()
+
+
 def test_logs_of_old_steps_are_removed(tmp_path):
     logs = EpisodeLogs(tmp_path, 2)
     for step in range(4):
@@ -188,7 +240,7 @@ def function_runner(folder: Path, name: str, timeout_s: float = 20, **options: A
         options=options,
         workers=1,
         timeout_s=timeout_s,
-        clock=AwakeClock(),
+        clocks=AgentClocks(),
         logs=EpisodeLogs(folder / "agents", 2),
     )
 
@@ -310,7 +362,7 @@ def host_of(
         queue=TurnQueue(SamplingTerms(1.0, 100)),
         endpoint=endpoint or NoEndpoint(),
         runner=runner,
-        clock=AwakeClock(),
+        clocks=AgentClocks(),
         model="policy",
         budgets=Budgets(),
         picker=picker,

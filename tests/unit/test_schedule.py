@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,17 @@ def test_a_complete_group_stays_where_it_is() -> None:
     whole = replace(group(0, 0, "xx", tokens=5), replica=1)
     dealt = assign_replicas([whole, group(1), group(2)], dict.fromkeys(range(3), 10.0), 20, 2)
     assert dealt[0] == 1 and {dealt[1], dealt[2]} == {0, 1}
+
+
+def test_new_groups_go_to_the_replica_with_less_work_that_cannot_move() -> None:
+    pinned = [replace(group(n, 0, "..", tokens=0), replica=1) for n in range(3)]
+    done = replace(group(3, 0, "xx", tokens=90), replica=0)  # has no work left
+    groups = [*pinned, done, *(group(n, 1, "..", tokens=0) for n in range(4, 9))]
+    expected = dict.fromkeys(range(9), 100.0)
+    dealt = assign_replicas(groups, expected, longest=200, num_replicas=2, moves=False)
+    assert [dealt[n] for n in range(4)] == [1, 1, 1, 0]
+    new = Counter(dealt[n] for n in range(4, 9))
+    assert new == {0: 4, 1: 1}
 
 
 def test_lag_is_of_tokens_and_versions_of_samples() -> None:
