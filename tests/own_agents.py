@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 import time
@@ -105,3 +106,8 @@ async def greedy(task: Any) -> float:
     while True:
         await said(task, messages)
         messages.append(user("1="))
+
+
+async def packages(task: Any) -> float:
+    """Returns whether a package of the run's environment can be imported."""
+    return float(importlib.util.find_spec("pydantic") is not None)

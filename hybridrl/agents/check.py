@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hybridrl.agents.command import Bubblewrap
+from hybridrl.agents.own_environment import OwnEnvironment
 from hybridrl.agents.samples import PICKERS, Picker
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.own_code import imported
@@ -47,8 +48,18 @@ def find_picker(agent: AgentConfig) -> Picker:
 
 
 def _checked_function(agent: AgentConfig) -> None:
-    if agent.function is not None:
+    if agent.function is None:
+        return
+    if agent.python is None:
         _callable("agent.function", agent.function)
+        return
+    environment = OwnEnvironment(agent.python)
+    try:
+        wrong = environment.check(agent.function)
+    finally:
+        environment.close()
+    if wrong is not None:
+        raise UserError("agent.function", agent.function, "package.module:function", wrong)
 
 
 def _checked_sandbox(agent: AgentConfig) -> None:

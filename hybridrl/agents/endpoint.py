@@ -26,16 +26,17 @@ from hybridrl.agents.anthropic_messages import Messages
 from hybridrl.agents.asked import Asked, Dialect
 from hybridrl.agents.backend import TurnBackend
 from hybridrl.agents.conversation import BadRequest, body_digest
+from hybridrl.agents.http_requests import bearer_token, host_name, json_body
 from hybridrl.agents.openai_chat import ChatCompletions
 from hybridrl.agents.openai_responses import Responses
 from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.token_form import TokenForm
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.agents.turns import Keys, Running, Turns
-from hybridrl.config.files import parse_json
-from hybridrl.errors import UserError, error_text
+from hybridrl.errors import UserError
 
 LOOPBACK = "127.0.0.1"
+TOKEN_HEADER = "x-session-token"  # for programs that set their own Authorization header
 MAX_BODY_BYTES = 64 << 20
 KEEP_ALIVE_S = 15.0
 GRACE_S = 10.0
@@ -56,6 +57,7 @@ class Endpoint:
         reader: Reads reasoning and tool calls; by default the reader for the chat template.
         model: Name of the model for clients that ask.
         allowed_hosts: Further names that clients may use for this host.
+        more_routes: Further routes, which check their own tokens.
         max_body_bytes: Maximum size of a request.
         keep_alive_s: Seconds between signs of life in a stream that waits.
         grace_s: Seconds after which a turn is aborted if no client waits for it.
@@ -76,6 +78,7 @@ class Endpoint:
         reader: TurnReader | None = None,
         model: str = "policy",
         allowed_hosts: Sequence[str] = (),
+        more_routes: Sequence[web.RouteDef] = (),
         max_body_bytes: int = MAX_BODY_BYTES,
         keep_alive_s: float = KEEP_ALIVE_S,
         grace_s: float = GRACE_S,
@@ -85,6 +88,7 @@ class Endpoint:
             reader = TurnReader.for_template(source)
         self._sessions, self._backend, self._model = sessions, backend, model
         self._host, self._max_body_bytes, self._keep_alive_s = host, max_body_bytes, keep_alive_s
+        self._more_routes = more_routes
         own = (host, socket.gethostname(), socket.getfqdn(), "localhost")
         self._names = {name.lower() for name in (*own, *allowed_hosts)}
         own_tokenizer = copy.deepcopy(tokenizer)
@@ -154,6 +158,7 @@ class Endpoint:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_routes(self._more_routes)
         for path in self._dialects:
             app.router.add_post(path, self._turn)
         # With cancellation, a handler learns that its client went away.
@@ -207,7 +212,7 @@ class Endpoint:
         """Refuses requests under names that this endpoint does not know. Addresses are allowed,
         because a web page can reach another host's endpoint only through a name.
         """
-        name = _host_name(request.headers.get("Host", ""))
+        name = host_name(request.headers.get("Host", ""))
         if name in self._names:
             return
         with suppress(ValueError):
@@ -222,9 +227,8 @@ class Endpoint:
         )
 
     def _session(self, request: web.Request) -> Session:
-        kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            token = request.headers.get("x-api-key", "")
+        token = request.headers.get(TOKEN_HEADER) or bearer_token(request)
+        token = token or request.headers.get("x-api-key") or ""
         return self._sessions.find(token.strip())
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -262,13 +266,13 @@ class Endpoint:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
         self._check_template()
-        body, _ = await _body(request)
+        body, _ = await json_body(request)
         num = session.num_tokens(self._messages.conversation(body))
         return web.json_response({"input_tokens": num})
 
     async def _turn(self, request: web.Request) -> web.StreamResponse:
         session, dialect = self._session(request), self._dialects[request.path]
-        body, raw = await _body(request)
+        body, raw = await json_body(request)
         try:
             asked = dialect.asked(body, self._backend.terms)
             if asked.conversation is not None:
@@ -315,18 +319,6 @@ class Endpoint:
             self._loop.call_soon_threadsafe(self._turns.forget, session)
 
 
-async def _body(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    """Returns a request's body as JSON, and its bytes."""
-    raw = await request.read()
-    try:
-        body = parse_json(raw)
-    except ValueError as error:
-        raise BadRequest(f"The body is not valid JSON: {error_text(error)}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("The body must be a JSON object.")
-    return body, raw
-
-
 def _names_of(request: web.Request, raw: bytes) -> tuple[Keys, bool]:
     """Returns the names under which a turn can be found again, and whether the client repeats an
     earlier request: clients send the same Idempotency-Key, or count their attempts.
@@ -335,10 +327,3 @@ def _names_of(request: web.Request, raw: bytes) -> tuple[Keys, bool]:
         return (body_digest(request.path, b"key " + key.encode()),), True
     count = request.headers.get("x-stainless-retry-count", "0")
     return (body_digest(request.path, raw),), count not in ("", "0")
-
-
-def _host_name(host: str) -> str:
-    """Returns the name in a Host header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()

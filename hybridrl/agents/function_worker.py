@@ -1,5 +1,6 @@
 """Entry point of a process that calls a user's agent function: reads the function's options, then
-tasks, and writes reports, one JSON object per line. Does not import torch.
+tasks, and writes reports, one JSON object per line. Imports only the standard library and modules
+of hybridrl that need nothing else, because the process may run in an environment of its own.
 
 All calls run concurrently in one event loop. The output of a call goes to its log file as long as
 it writes through `sys.stdout` or `sys.stderr`.
@@ -81,7 +82,20 @@ async def main(path: str) -> None:
         running[task.key] = asyncio.create_task(call(task, message["log"]))
 
 
+def check(path: str) -> None:
+    """Ends the process with a message if the function cannot be imported."""
+    try:
+        found = imported(path)
+    except ImportError as error:
+        sys.exit(str(error))
+    if not callable(found):
+        sys.exit(f"{path} is a {type(found).__name__}, which cannot be called")
+
+
 if __name__ == "__main__":
+    if sys.argv[2:] == ["--check"]:
+        check(sys.argv[1])
+        sys.exit()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # These signals reach all processes of a terminal; the run ends this one.

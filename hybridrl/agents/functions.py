@@ -4,7 +4,8 @@ Who waits for whom: `start` queues a task for a worker and returns. One thread p
 the queued tasks, and only this thread waits for a process that does not read. Another thread reads
 the reports and ends calls that are late. A worker process that does not end a late call, or that
 dies, is killed with all its calls, and the next task starts a new process. The process sees only
-the environment variables of command.py.
+the environment variables of command.py. If it runs in another Python environment, it sees none of
+this environment's packages except hybridrl.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hybridrl.agents.command import (
     checked_report,
     scrubbed_environment,
 )
+from hybridrl.agents.own_environment import MODULE, OwnEnvironment
 from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
 from hybridrl.config.files import parse_json
 from hybridrl.rewards.outcome import WHERE
 
-MODULE = "hybridrl.agents.function_worker"
 MAX_LINE_BYTES = 1 << 20
 FUNCTION = "an async function that returns a reward or None"
 
@@ -53,6 +54,7 @@ class FunctionRunner:
 
     Args:
         path: Function `package.module:name`.
+        python: Interpreter of the environment in which the function runs; None for this one.
         options: Keyword arguments of the function.
         workers: Number of processes.
         timeout_s: Time limit of one episode, in seconds of `clocks`.
@@ -64,13 +66,15 @@ class FunctionRunner:
         self,
         *,
         path: str,
+        python: str | None = None,
         options: Mapping[str, Any],
         workers: int,
         timeout_s: float,
         clocks: AgentClocks,
         logs: EpisodeLogs,
     ) -> None:
-        make = _Worker(path, dict(options), timeout_s, clocks, logs)
+        self._environment = None if python is None else OwnEnvironment(python)
+        make = _Worker(path, self._environment, dict(options), timeout_s, clocks, logs)
         self._workers = [make.another() for _ in range(workers)]
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
@@ -82,6 +86,8 @@ class FunctionRunner:
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
+        if self._environment is not None:
+            self._environment.close()
 
 
 class _Worker:
@@ -90,12 +96,14 @@ class _Worker:
     def __init__(
         self,
         path: str,
+        environment: OwnEnvironment | None,
         options: dict[str, Any],
         timeout_s: float,
         clocks: AgentClocks,
         logs: EpisodeLogs,
     ) -> None:
-        self._given = path, options, timeout_s, clocks, logs
+        self._given = path, environment, options, timeout_s, clocks, logs
+        self._environment = environment
         self._path, self._options, self._timeout_s = path, options, timeout_s
         self._clocks, self._logs = clocks, logs
         self._lock = threading.RLock()
@@ -168,12 +176,17 @@ class _Worker:
                     call.done(Report(failure=(f"{ended} on {WHERE}", FUNCTION)))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        if (own := self._environment) is not None:
+            python, variables = own.python, own.variables()
+        else:
+            paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            python = sys.executable
+            variables = {"PYTHONPATH": paths, "HOME": os.environ.get("HOME", "/")}
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, self._path],
+            [python, "-m", MODULE, self._path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=scrubbed_environment({"PYTHONPATH": paths, "HOME": os.environ.get("HOME", "/")}),
+            env=scrubbed_environment(variables),
             start_new_session=True,
         )
 

@@ -84,7 +84,11 @@ class Finished:
 class _Running:
     session: Session
     began: float
-    is_evaluation: bool
+    assignment: Assignment
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.assignment.is_evaluation
 
 
 class AgentHost:
@@ -134,10 +138,7 @@ class AgentHost:
     def begin(self, assignment: Assignment) -> None:
         """Starts an episode as soon as the number of running programs permits it."""
         with self._lock:
-            if assignment.is_evaluation:
-                self._waiting_evaluation.append(assignment)
-            else:
-                self._waiting.append(assignment)
+            self._waiting_of(assignment).append(assignment)
         self._fill()
 
     def end(self, key: int) -> None:
@@ -241,7 +242,7 @@ class AgentHost:
                     return
                 session = self._sessions.open(one.key, dict(one.columns), self._budgets)
                 began = self._clocks.of(one.is_evaluation).now()
-                self._running[one.key] = _Running(session, began, one.is_evaluation)
+                self._running[one.key] = _Running(session, began, one)
             task = AgentTask(
                 key=one.key,
                 step=one.step,
@@ -253,6 +254,9 @@ class AgentHost:
                 model=self._model,
             )
             self._runner.start(task, partial(self._on_end, one.key))
+
+    def _waiting_of(self, assignment: Assignment) -> deque[Assignment]:
+        return self._waiting_evaluation if assignment.is_evaluation else self._waiting
 
     def _next(self) -> Assignment | None:
         """Removes and returns the next episode that may start; None if there is none. Called with
@@ -272,8 +276,22 @@ class AgentHost:
         """Called by the runner when a program has ended."""
         with self._lock:
             running = self._running.pop(key, None)
-        if running is None:  # `end` was called in the meantime
-            return
+            if running is None:  # `end` was called in the meantime
+                return
+            if report.begins_again:
+                self._waiting_of(running.assignment).appendleft(running.assignment)
+        if report.begins_again:
+            self._sessions.close(running.session)
+        else:
+            self._finish_episode(key, running, report)
+        try:
+            self._fill()
+        except Exception as error:  # nobody else sees an error of this thread
+            self._note(error)
+        self._queue.wake()
+
+    def _finish_episode(self, key: int, running: _Running, report: Report) -> None:
+        """Closes the session of an episode and keeps its result."""
         session, limit = running.session, running.session.limit
         # Programs usually end with an error if a request is refused because of a limit. The policy
         # caused this, not the program.
@@ -289,11 +307,6 @@ class AgentHost:
         with self._lock:
             self._num_ended += 1
             self._num_failed += failure is not None
-        try:
-            self._fill()
-        except Exception as error:  # nobody else sees an error of this thread
-            self._note(error)
-        self._queue.wake()
 
     def _note(self, error: Exception) -> None:
         """Keeps an error of another thread for `take_finished`."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridrl.contracts.prompts import Asked
+if TYPE_CHECKING:  # worker processes may lack numpy, which this module imports
+    from hybridrl.contracts.prompts import Asked
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,13 @@ class Report:
     Args:
         reward: Reward that the agent reported; None if it reported none.
         failure: What went wrong, as a verb phrase, and what is allowed; None if nothing went wrong.
+        begins_again: Whether the episode begins again, without the turns so far, because the
+            program that played it was lost.
     """
 
     reward: float | None = None
     failure: tuple[str, str] | None = None
+    begins_again: bool = False
 
 
 class Runner(Protocol):

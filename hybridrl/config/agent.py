@@ -9,20 +9,28 @@ from pydantic import Field, model_validator
 from hybridrl.config.section import Section
 
 # Knobs that do not change which samples a run generates.
-NOT_IDENTITY = {"concurrency", "workers", "timeout_s", "host", "log_steps", "env", "sandbox"}
+NOT_IDENTITY = {
+    *("concurrency", "workers", "python", "timeout_s", "lease_s", "host", "port", "log_steps"),
+    *("server", "env", "sandbox"),
+}
 REWARD = "agent"
 """Reward function that returns the reward that the agent reported."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ROWS = ("all", "last", "longest")
+OWNERS = "command, function or server"
 
 
 class AgentConfig(Section):
-    """Agents: programs with their own loop and tools, which call the policy over the OpenAI or Anthropic API. Set one of command and function. reward.on_error decides what happens when an agent fails."""
+    """Agents: programs with their own loop and tools, which call the policy over the OpenAI or Anthropic API. Set one of command, function and server. reward.on_error decides what happens when an agent fails."""
 
     command: str | list[str] | None = None
     """Program that is started for each response: a list of arguments, or one text for /bin/sh. It finds the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY (or ANTHROPIC_BASE_URL and ANTHROPIC_AUTH_TOKEN), and its task in the JSON file that HYBRIDRL_TASK names. By default there is no program."""
     function: str | None = None
     """Async function 'package.module:function' that is called for each response in a worker process. By default there is none."""
+    python: str | None = None
+    """Python interpreter of the environment in which the function runs, such as /opt/verifiers/bin/python. The environment needs Python 3.11 and the packages that the function imports, but neither hybridrl nor torch. By default the function runs in the environment of the run."""
+    server: bool = False
+    """Whether programs outside of the run play the episodes. They fetch tasks over HTTP from the endpoint and report results; their addresses and tokens are in the folder agents of the run. The default is false."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function. By default the function's own defaults apply."""
     env: dict[str, str] = {}
@@ -45,6 +53,10 @@ class AgentConfig(Section):
     """Part of the last conversation that reward functions receive: 'last_turn' is the text of the last turn; 'response' is everything after the first prompt. The default is 'last_turn', so that a tool's result is never mistaken for an answer."""
     tool_format: str = "auto"
     """Format of the model's tool calls, such as hermes. The default, 'auto', is the format that the chat template shows."""
+    lease_s: float = Field(60.0, gt=0)
+    """Number of seconds after which a task is given to another program, and its episode begins again, if the program that fetched it is not heard of. The default, 60, is long enough for pauses of a busy host."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the endpoint. Replica N of the engine uses port + N. The default, 0, uses any free port."""
     host: str = "127.0.0.1"
     """Address on which the endpoint listens. The default, 127.0.0.1, can be reached only from the same host."""
     sandbox: Literal["none", "bubblewrap"] = "none"
@@ -55,21 +67,22 @@ class AgentConfig(Section):
     @property
     def is_on(self) -> bool:
         """Whether agents take part."""
-        return self.command is not None or self.function is not None
+        return self.command is not None or self.function is not None or self.server
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.command is not None and self.function is not None:
-            raise ValueError("command: no value if function is set")
+        if [self.command is not None, self.function is not None, self.server].count(True) > 1:
+            raise ValueError("command, function, server: only one of them")
         if self.command is not None and not self.command:
             raise ValueError("command: at least one word")
         if not self.is_on:
             for name, field in AgentConfig.model_fields.items():
                 if getattr(self, name) != field.get_default():
-                    raise ValueError(f"{name}: no value unless agent.command or function is set")
-        for name, owner in (("options", "function"), ("workers", "function"), ("env", "command")):
+                    raise ValueError(f"{name}: no value unless agent.{OWNERS} is set")
+        owners = {"python": "function", "options": "function", "workers": "function"}
+        for name, owner in {**owners, "env": "command", "lease_s": "server"}.items():
             field = AgentConfig.model_fields[name]
-            if getattr(self, owner) is None and getattr(self, name) != field.get_default():
+            if not getattr(self, owner) and getattr(self, name) != field.get_default():
                 raise ValueError(f"{name}: no value unless agent.{owner} is set")
         if self.sandbox != "none" and self.command is None:
             raise ValueError("sandbox: none unless agent.command is set")

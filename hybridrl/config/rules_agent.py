@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridrl.config.agent import REWARD
+from hybridrl.config.agent import OWNERS, REWARD
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
@@ -18,8 +18,8 @@ def agent_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "reward.function",
             REWARD,
-            "at most one scorer with this function, and only with agent.command or agent.function",
-            "Set agent.command or agent.function, or another reward.function.",
+            f"at most one scorer with this function, and only with agent.{OWNERS}",
+            f"Set agent.{OWNERS}, or another reward.function.",
         )
     if not agent.is_on:
         return
@@ -33,7 +33,7 @@ def agent_rules(config: Config) -> Iterator[UserError]:
     if needs is not None and not needs.rollouts:
         yield UserError(
             "agent",
-            agent.command or agent.function,
+            agent.command or agent.function or "server",
             f"no value with algorithm {config.algorithm.name}, which does not sample",
             "Remove the section agent, or use grpo.",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +28,9 @@ from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, Age
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.registry import ENGINES
+
+if TYPE_CHECKING:
+    from hybridrl.agents.task_server import TaskServer
 
 MODEL_NAME = "policy"
 
@@ -56,7 +60,10 @@ def make_agent_episodes(
     with world.all_agree("starting the endpoint for agents") as agreement:
         host = None
         if replica.is_first:
-            host, agreement.value = _host(config, world.rank, tokenizer, ends, vocab_size)
+            assert replica.number is not None
+            host, agreement.value = _host(
+                config, world.rank, replica.number, tokenizer, ends, vocab_size
+            )
     for note in next((notes for notes in agreement.values if notes), ()):
         notify(f"agents: {note}")
     # With a lag, other replicas wait for this one every few engine steps.
@@ -67,6 +74,7 @@ def make_agent_episodes(
 def _host(
     config: Config,
     rank: int,
+    replica: int,
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
@@ -94,20 +102,35 @@ def _host(
     queue, clocks = TurnQueue(terms), AgentClocks()
     reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
     notes = [] if template is None else template_notes(template, reader)
+    tasks: TaskServer | None = None
+    if agent.server:
+        from hybridrl.agents.task_server import TaskServer
+
+        tasks = TaskServer(
+            timeout_s=agent.timeout_s,
+            lease_s=agent.lease_s,
+            clocks=clocks,
+            address_file=run_folder(config) / "agents" / f"replica_{replica}.json",
+        )
     endpoint = Endpoint(
         sessions,
         queue,
         own,
         vocab_size=vocab_size,
         host=agent.host,
+        port=agent.port + replica if agent.port else 0,
         reader=reader,
         model=MODEL_NAME,
-    )
+        more_routes=() if tasks is None else tasks.routes(),
+    ).start()
+    if tasks is not None:
+        tasks.publish(endpoint.url)
+        notes.append(f"programs can fetch tasks; see {run_folder(config) / 'agents'}")
     host = AgentHost(
         sessions=sessions,
         queue=queue,
-        endpoint=endpoint.start(),
-        runner=_runner(agent, clocks, EpisodeLogs(logs / "agents", agent.log_steps)),
+        endpoint=endpoint,
+        runner=tasks or _runner(agent, clocks, EpisodeLogs(logs / "agents", agent.log_steps)),
         clocks=clocks,
         model=MODEL_NAME,
         budgets=Budgets(
@@ -133,6 +156,7 @@ def _runner(agent: AgentConfig, clocks: AgentClocks, logs: EpisodeLogs) -> Runne
     if agent.function is not None:
         return FunctionRunner(
             path=agent.function,
+            python=agent.python,
             options=agent.options,
             workers=agent.workers,
             timeout_s=agent.timeout_s,

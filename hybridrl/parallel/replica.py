@@ -27,11 +27,16 @@ class ReplicaGroup:
 
     Args:
         layout: Layout of all replicas.
+
+    Attributes:
+        number: Number of the replica; None if this rank has no engine.
+        is_first: Whether this rank is the first of its replica.
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         place = layout.assignment[rank]
+        self.number = None if place is None else place[0]
         self.is_first = place is not None and place[1] == 0
         self._group: dist.ProcessGroup | None = None
         if layout.tp == 1:

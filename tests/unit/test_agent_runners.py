@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 import time
+import venv
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +21,14 @@ import psutil
 import pytest
 
 from hybridrl.agents.backend import SamplingTerms, TurnQueue
+from hybridrl.agents.check import check_agent
 from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs, reported
 from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost, Assignment
 from hybridrl.agents.samples import Budgets, pick_all
 from hybridrl.agents.sessions import Sessions
 from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report
+from hybridrl.config.agent import AgentConfig
 from hybridrl.errors import UserError
 
 
@@ -331,6 +334,34 @@ def test_a_worker_outlives_the_thread_that_needed_it(tmp_path):
     thread.join()
     assert reports.get(timeout=20) == Report(1.0)
     runner.close()
+
+
+def test_a_function_in_another_environment_sees_none_of_the_runs_packages(tmp_path, monkeypatch):
+    venv.create(tmp_path / "own", with_pip=False)
+    python = str(tmp_path / "own" / "bin" / "python")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    for chosen, expected in ((None, 1.0), (python, 0.0)):
+        runner = FunctionRunner(
+            path="own_agents:packages",
+            python=chosen,
+            options={},
+            workers=1,
+            timeout_s=20,
+            clocks=AgentClocks(),
+            logs=EpisodeLogs(tmp_path / "agents", 2),
+        )
+        assert run_all(runner, [task_of(0)]) == {0: Report(expected)}
+        runner.close()
+    assert check_agent(AgentConfig(function="own_agents:packages", python=python)) == []
+    for function, message in (
+        ("own_agents:missing", "has no attribute 'missing'"),
+        ("own_agents:os", "which cannot be called"),
+        ("pydantic:BaseModel", "No module named 'pydantic'"),
+    ):
+        (found,) = check_agent(AgentConfig(function=function, python=python))
+        assert found.name == "agent.function" and message in found.remedy
+    (found,) = check_agent(AgentConfig(function="own_agents:packages", python="/no/python"))
+    assert "/no/python could not be started" in found.remedy
 
 
 class Held:

@@ -123,7 +123,7 @@ WALLS = {
         )
     ],
     "triton": ["../kernels/*"],
-    "aiohttp": ["agents/endpoint.py"],
+    "aiohttp": ["agents/endpoint.py", "agents/http_requests.py", "agents/task_server.py"],
     "ray": ["services/launch/ray_cluster.py"],
     "wandb": ["metrics/trackers.py"],
     "mlflow": ["metrics/trackers.py"],

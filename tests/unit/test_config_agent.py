@@ -37,9 +37,12 @@ def test_by_default_the_reward_is_the_reported_one():
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        ({"command": "a", "function": "a:b"}, "no value if function is set"),
+        ({"command": "a", "function": "a:b"}, "command, function, server: only one of them"),
+        ({"server": True, "function": "a:b"}, "command, function, server: only one of them"),
+        ({"command": "a", "lease_s": 3}, "no value unless agent.server is set"),
+        ({"command": "a", "python": "python3"}, "no value unless agent.function is set"),
         ({"command": []}, "at least one word"),
-        ({"max_turns": 3}, "no value unless agent.command or function is set"),
+        ({"max_turns": 3}, "no value unless agent.command, function or server is set"),
         ({"command": "a", "options": {"x": 1}}, "no value unless agent.function is set"),
         ({"function": "a:b", "env": {"x": "y"}}, "no value unless agent.command is set"),
         ({"function": "a:b", "sandbox": "bubblewrap"}, "none unless agent.command is set"),

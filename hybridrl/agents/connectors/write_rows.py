@@ -1,0 +1,60 @@
+"""Writes the rows of data for a connector:
+
+    python -m hybridrl.agents.connectors.write_rows RUN.yaml OUT.jsonl [MAX_ROWS]
+
+Calls the function `rows` of the module that `agent.function` names, with `agent.options`, in the
+environment of `agent.python`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hybridrl.agents.own_environment import OwnEnvironment
+from hybridrl.config.load import load_config
+from hybridrl.console import say
+from hybridrl.errors import UserError
+
+PROGRAM = """
+import importlib, itertools, json, sys
+module, options, most = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+found = importlib.import_module(module).rows(**options)
+out, sys.stdout = sys.stdout, sys.stderr  # what the environment prints is not a row
+for row in itertools.islice(found, most):
+    print(json.dumps(row), file=out, flush=True)
+"""
+
+
+def main(config_file: str, out: str, max_rows: int | None = None) -> int:
+    """Writes the file and returns the number of rows.
+
+    Raises:
+        UserError: The configuration names no function, or its module could not list its rows.
+    """
+    agent = load_config(config_file, []).agent
+    if agent.function is None:
+        allowed = "the function `play` of a connector"
+        raise UserError("agent.function", None, allowed, "Set agent.function.")
+    module = agent.function.partition(":")[0]
+    environment = OwnEnvironment(agent.python or sys.executable)
+    try:
+        done = environment.run(
+            ["-c", PROGRAM, module, json.dumps(agent.options), json.dumps(max_rows)]
+        )
+    finally:
+        environment.close()
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise UserError("agent.options", agent.options, f"options of {module}:rows", lines[-1])
+    Path(out).write_text(done.stdout, encoding="utf-8")
+    return done.stdout.count("\n")
+
+
+if __name__ == "__main__":
+    try:
+        config_file, out, *most = sys.argv[1:]
+        say(f"{main(config_file, out, int(most[0]) if most else None)} rows")
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,250 @@
+"""Gives tasks of agents to programs that ask for them over HTTP, and receives their results. Does
+not import torch.
+
+A program that asks is a *taker*; outside.py is one. The routes belong to the endpoint's server and
+need a token of their own, sent as `Authorization: Bearer TOKEN`. It is random unless the
+environment variable HYBRIDRL_TASK_TOKEN has one.
+
+Who waits for whom: `start` queues a task and returns. Handlers run in the endpoint's thread and
+wait only for tasks, at most MAX_WAIT_S. Another thread ends late tasks. Invariant: each task is
+either waiting or taken by one taker, under an id that only this taker knows. If the taker is not
+heard of for `lease_s` seconds, or gives the task back, the episode begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from hybridrl.agents.command import POLL_S, checked_report
+from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.http_requests import bearer_token, json_body
+from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
+from hybridrl.errors import UserError, short
+from hybridrl.rewards.outcome import WHERE
+
+TOKEN_VARIABLE, MIN_TOKEN = "HYBRIDRL_TASK_TOKEN", 16
+MAX_LOST = 3  # times that a task may be lost before its episode fails
+MAX_TAKEN, MAX_WAIT_S = 1024, 60.0
+WAIT_STEP_S = 0.05
+TAKER = "a program that takes tasks and reports their results"
+Done = Callable[[Report], None]
+
+
+@dataclass
+class _Taken:
+    """A task that a taker works on.
+
+    Args:
+        deadline: End of its time limit, by the clock of its kind.
+        heard_at: Time when the taker was last heard of, of `time.monotonic`.
+    """
+
+    task: AgentTask
+    done: Done = field(repr=False)
+    deadline: float
+    heard_at: float
+
+
+class TaskServer:
+    """Implements `Runner` for programs that ask for tasks.
+
+    Args:
+        timeout_s: Time limit of one task, in seconds of `clocks`.
+        lease_s: Seconds without news of a taker after which its tasks are given to others.
+        clocks: Clocks that stand still while agents cannot get answers.
+        address_file: File for the address and the token, which only this user can read. It exists
+            while tasks can be fetched.
+
+    Raises:
+        UserError: The token in the environment variable is too short.
+    """
+
+    def __init__(
+        self, *, timeout_s: float, lease_s: float, clocks: AgentClocks, address_file: Path
+    ) -> None:
+        self._timeout_s, self._lease_s, self._address_file = timeout_s, lease_s, address_file
+        self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        if len(self._token) < MIN_TOKEN:
+            raise UserError(
+                TOKEN_VARIABLE,
+                f"{len(self._token)} characters",
+                f"at least {MIN_TOKEN} random characters",
+                "Choose a longer token, or unset the variable.",
+            )
+        self._clocks, self._lock = clocks, threading.Lock()
+        self._waiting: deque[tuple[AgentTask, Done]] = deque()
+        self._taken: dict[str, _Taken] = {}
+        self._num_lost = Counter[int]()  # by episode
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="tasks of agents", daemon=True).start()
+
+    def publish(self, url: str) -> None:
+        """Writes the address of the endpoint and the token to the file."""
+        self._address_file.parent.mkdir(parents=True, exist_ok=True)
+        self._address_file.unlink(missing_ok=True)
+        file = os.open(self._address_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as content:
+            json.dump({"url": url, "token": self._token}, content)
+
+    def start(self, task: AgentTask, done: Done) -> None:
+        with self._lock:
+            self._waiting.append((task, done))
+
+    def stop(self, key: int) -> None:
+        with self._lock:
+            left = [one for one in self._waiting if one[0].key != key]
+            self._waiting = deque(left)
+            for number in [n for n, one in self._taken.items() if one.task.key == key]:
+                del self._taken[number]
+            self._num_lost.pop(key, None)
+
+    def close(self) -> None:
+        self._closed.set()
+        with suppress(OSError):
+            self._address_file.unlink(missing_ok=True)
+        with self._lock:
+            self._waiting.clear()
+            self._taken.clear()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Returns the routes for takers."""
+        return [
+            web.post("/agent/tasks/take", self._take),
+            web.post("/agent/tasks/alive", self._alive),
+            web.post("/agent/tasks/{id}/report", self._report),
+            web.post("/agent/tasks/{id}/give_back", self._give_back),
+        ]
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Answers with up to `max` tasks, after waiting up to `wait_s` seconds for the first."""
+        body = await self._body(request)
+        most = _number(body, "max", 1, MAX_TAKEN)
+        until = time.monotonic() + _number(body, "wait_s", 0, MAX_WAIT_S)
+        while not (found := self._pop(int(most))):
+            if time.monotonic() >= until or self._closed.is_set():
+                break
+            await asyncio.sleep(WAIT_STEP_S)
+        return web.json_response({"tasks": found})
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        """Notes that a taker works on the tasks `ids`. Answers with those of them that it must
+        stop.
+        """
+        ids = (await self._body(request)).get("ids")
+        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+            raise BadRequest(f"ids: got {short(ids)}; allowed: a list of texts.", "ids")
+        with self._lock:
+            for one in ids:
+                if one in self._taken:
+                    self._taken[one].heard_at = time.monotonic()
+            return web.json_response({"stopped": [one for one in ids if one not in self._taken]})
+
+    async def _report(self, request: web.Request) -> web.Response:
+        """Ends a task with a `reward`, which may be null, or an `error`."""
+        body = await self._body(request)
+        error, taken = body.get("error"), self._end(request)
+        if error is None:
+            report = checked_report(body.get("reward"))
+        else:
+            report = Report(failure=(f"reported the error {short(error)} for {WHERE}", TAKER))
+        self._finish(taken, report)
+        return web.json_response({})
+
+    async def _give_back(self, request: web.Request) -> web.Response:
+        """Gives a task to the next taker."""
+        await self._body(request)
+        taken = self._end(request)
+        taken.done(Report(begins_again=True))
+        return web.json_response({})
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        """Returns the body of a request that has the token."""
+        token = (bearer_token(request) or "").encode("utf-8", errors="replace")
+        if not hmac.compare_digest(token, self._token.encode()):
+            message = "The token is not that of this run's tasks; see agent.server."
+            raise BadRequest(message, code="invalid_api_key", status=401)
+        return (await json_body(request))[0]
+
+    def _pop(self, most: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        with self._lock:
+            while self._waiting and len(found) < most:
+                task, done = self._waiting.popleft()
+                number = secrets.token_urlsafe(16)
+                deadline = self._clocks.of(task.is_evaluation).now() + self._timeout_s
+                self._taken[number] = _Taken(task, done, deadline, time.monotonic())
+                found.append(
+                    {
+                        "id": number,
+                        **task.row,
+                        "base_url": task.base_url,
+                        "api_key": task.api_key,
+                        "model": task.model,
+                        "lease_s": self._lease_s,
+                    }
+                )
+        return found
+
+    def _end(self, request: web.Request) -> _Taken:
+        """Removes the task that a request names."""
+        with self._lock:
+            taken = self._taken.pop(request.match_info["id"], None)
+        if taken is None:
+            message = "This task was stopped, ended, or given to another program."
+            raise BadRequest(message, "id", "unknown_task", 410)
+        return taken
+
+    def _finish(self, taken: _Taken, report: Report) -> None:
+        with self._lock:
+            self._num_lost.pop(taken.task.key, None)
+        taken.done(report)
+
+    def _watch(self) -> None:
+        """Ends tasks that are late, and gives back tasks whose taker is not heard of."""
+        while not self._closed.wait(POLL_S):
+            for taken, report in self._overdue():
+                if report.begins_again:
+                    taken.done(report)
+                else:
+                    self._finish(taken, report)
+
+    def _overdue(self) -> list[tuple[_Taken, Report]]:
+        found = []
+        with self._lock:
+            for number, one in list(self._taken.items()):
+                is_late = self._clocks.of(one.task.is_evaluation).now() >= one.deadline
+                is_lost = time.monotonic() >= one.heard_at + self._lease_s
+                if not is_late and not is_lost:
+                    continue
+                del self._taken[number]
+                self._num_lost[one.task.key] += not is_late
+                report = Report(begins_again=True)
+                if is_late:
+                    got = f"took longer than {self._timeout_s:g} s for {WHERE}"
+                    report = Report(failure=(got, "at most agent.timeout_s"))
+                elif self._num_lost[one.task.key] >= MAX_LOST:
+                    got = f"was lost with its program {MAX_LOST} times for {WHERE}"
+                    report = Report(failure=(got, TAKER))
+                found.append((one, report))
+        return found
+
+
+def _number(body: dict[str, Any], name: str, default: float, most: float) -> float:
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise BadRequest(f"{name}: got {short(value)}; allowed: 0 to {most:g}.", name)
+    return value
