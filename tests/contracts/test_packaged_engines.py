@@ -160,9 +160,10 @@ def test_packaged_engine_refuses_a_wrong_weight_table_by_the_parameter(
 
 
 @pytest.mark.parametrize("engine", PACKAGED)
-def test_packaged_engine_refuses_a_model_that_vllm_does_not_know(engine: str) -> None:
+def test_packaged_engine_refuses_an_unknown_model_and_starts_another(engine: str) -> None:
     with pytest.raises(UserError, match="NoSuchModel"):
         start_packaged(f"{engine}-qwen3", architectures=["NoSuchModel"])
+    make_engine(f"{engine}-qwen3")  # what the failed start left does not stop another engine
 
 
 def test_packaged_engine_refuses_ranks_in_descending_order() -> None:

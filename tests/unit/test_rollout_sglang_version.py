@@ -292,22 +292,29 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         for folder in {parent for file in files for parent in file.parents} - {*root.parents}:
             (folder / "__init__.py").touch()
         for name in sglang_modules():
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]
         monkeypatch.syspath_prepend(tmp_path)
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sglang_start, "stand_in", lambda: None)
+    installed = {name: sys.modules[name] for name in sglang_modules()}
     yield plant
     for name in sglang_modules():
         del sys.modules[name]
+    sys.modules.update(installed)
 
 
 def sglang_modules() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "sglang"]
 
 
-PLANTED = ("managers/scheduler", "utils/common", "layers/moe/fused_moe_native")
+PLANTED = (
+    "managers/scheduler",
+    "utils/common",
+    "layers/moe/fused_moe_native",
+    "models/qwen2_moe",
+)
 HAS_AMX = "def cpu_has_amx_support():\n    return True\n"
 
 

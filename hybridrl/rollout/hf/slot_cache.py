@@ -138,6 +138,18 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         """Returns whether the next forward continues states, rather than starting them."""
         return self._source_B is None
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs of a convolution, (B, C, L), which a decoding step updates in
+        place; None in a prefill. transformers 5.19 and earlier read the layer's attribute instead.
+        """
+        return None if self._source_B is not None else self.layers[layer_idx].conv_states[0]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the states before a decoding step, (B, ...); None in a prefill. transformers 5.19
+        and earlier read the layer's attribute instead.
+        """
+        return None if self._source_B is not None else self.layers[layer_idx].recurrent_states[0]
+
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:

@@ -103,6 +103,10 @@ def start(
     from sglang.srt.distributed import parallel_state
 
     check_groups("SGLang", parallel_state, _OPEN, inputs.rank, inputs.members)
+    if not _OPEN and parallel_state._WORLD is not None:
+        # A failed start left these groups. From 0.5.22 on, SGLang cannot use groups that another
+        # engine's start has built.
+        end_groups(parallel_state)
     memory = None if is_cpu else least_free_memory(layout)
     arguments = server_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
     if not is_cpu:
@@ -251,6 +255,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         )
     if is_cpu:
         _compute_with_local_experts()
+        _gate_shared_experts_with_torch()
 
 
 def _other_weights(is_cpu: bool) -> list[str]:
@@ -274,6 +279,20 @@ def _compute_with_local_experts() -> None:
         return experts_forward(hidden_TD, layer.w13_weight, layer.w2_weight, weights_TK, experts_TK)
 
     fused_moe_native.moe_forward_native = forward
+
+
+def _gate_shared_experts_with_torch() -> None:
+    """Replaces a Triton kernel that SGLang's Qwen2-MoE also calls on CPU, where Triton cannot run
+    it (SGLang 0.5.16 to 0.5.23).
+    """
+    from sglang.srt.models import qwen2_moe
+
+    def add_gated(
+        hidden_TD: torch.Tensor, gate_D: torch.Tensor, shared_TD: torch.Tensor, sum_TD: torch.Tensor
+    ) -> None:
+        sum_TD += torch.sigmoid(hidden_TD @ gate_D)[:, None] * shared_TD
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
 
 
 @contextlib.contextmanager
