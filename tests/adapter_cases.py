@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -94,3 +95,66 @@ def write_tensors(engine: Any, tensors: dict[str, Tensor], version: int) -> None
     for region in engine.layout().regions:
         part(own[region.local], region.local_box).copy_(part(tensors[region.hf], region.hf_box))
     engine.finish_update(version)
+
+
+def with_layers(
+    model: torch.nn.Module, lora: Lora, layers: list[str], experts: bool, **options: Any
+) -> Any:
+    """Returns PEFT's model with adapters on these layers and, if `experts`, on all experts; wraps
+    `model` in place. `options` are further settings of PEFT.
+
+    PEFT 0.21 replaces the names of a mixture's projections by stacked experts. It then leaves out
+    dense and shared layers of the same names, so it is kept from doing so.
+    """
+    if experts:
+        options |= {
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {r".*\.gate_up_proj": 2 * lora.rank},
+            "alpha_pattern": {r".*\.gate_up_proj": 2 * lora.alpha},
+        }
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=rf".*\.({'|'.join(layers)})",
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    conversion = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
+    with mock.patch(conversion):
+        return get_peft_model(model, config)
+
+
+def canonical(
+    wrapped: Any, family: Family, shape: ModelShape, gradients: bool = False
+) -> dict[str, Tensor]:
+    """Returns views of the adapters of PEFT's model, or of their gradients, by HF names.
+
+    PEFT stacks A of all experts as (expert, projection, rank) rows, and B as (projection, rank,
+    expert) columns; B of gate and up has blocks of zeros.
+    """
+    rows = only_adapters(family).rows(shape)
+    experts = {row.kind: row.parts for row in rows if row.num_experts and HF_B in row.parts[0]}
+    found: dict[str, Tensor] = {}
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" not in name:
+            continue
+        tensor = parameter.grad if gradients else parameter.detach()
+        own = name.removeprefix(PREFIX).replace(".default", "")
+        layer, is_expert, rest = own.partition(".mlp.experts.")
+        if not is_expert:
+            found[own] = tensor
+            continue
+        parts = experts["gate_up" if rest.startswith("base_layer") else "replicated"]
+        num = shape.moe.num_experts
+        for place, part in enumerate(parts):
+            for expert in range(num):
+                hf = part.format(L=int(layer.rpartition(".")[2]), E=expert)
+                if "lora_A" in rest:
+                    of_all = tensor.view(num, len(parts), -1, tensor.size(1))
+                    found[hf.replace(HF_B, HF_A)] = of_all[expert, place]
+                else:
+                    ranks = tensor.size(1) // num // len(parts)
+                    of_all = tensor.view(len(parts), -1, len(parts), ranks, num)
+                    found[hf] = of_all[place, :, place, :, expert]
+    return found

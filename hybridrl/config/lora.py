@@ -18,7 +18,7 @@ class LoraConfig(Section):
     alpha: float | None = Field(None, gt=0)
     """Numerator of the adapters' scale, alpha / rank. The default, 32, lets the same learning rate suit every rank; about ten times the rate of full training is a good start."""
     targets: Texts = ("all-linear",)
-    """Linear layers that have an adapter: last parts of HF names such as q_proj. The default, all-linear, is every linear layer of the decoder except routers and experts, because adapters on attention alone learn less."""
+    """Linear layers that have an adapter: last parts of HF names such as q_proj. The default, all-linear, is every linear layer of the decoder except routers and experts, because adapters on attention alone learn less. `experts` adds adapters to the three projections of every expert; they are many, so choose a rank of 4 to 8 then."""
     rslora: bool = False
     """Whether the scale is alpha / sqrt(rank). Off by default, as in PEFT."""
     dropout: Literal[0] = 0

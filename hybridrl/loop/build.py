@@ -30,6 +30,7 @@ from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform, start_kernels_in_order
 from hybridrl.roles.roles import make_roles
+from hybridrl.rollout.held_adapters import held_family
 from hybridrl.training.mismatch import MismatchWarning
 
 
@@ -102,15 +103,16 @@ class Run:
         journal.warnings = (MismatchWarning(roles.source.dtype), UniformGroupsWarning())
         placement, model = meshes.placement, roles.policy.model
         report_untested(config, algorithm.needs.rollouts, model.layers.kind, notify)
-        holds_adapters = rollout_setup.holds_adapters(model.source, config.rollout, notify)
-        source = model.weight_source(holds_adapters)
+        rollout_setup.report_merging(model.source, config.rollout, notify)
+        of_policy = model.source.family, model.source.shape
+        source = model.weight_source(held_family(config.rollout.engine, *of_policy))
         layout = rollout_setup.rollout_layout(
             model, config.rollout, source.layouts, placement.rollout
         )
         memories, weights = rollout_setup.training_memories(roles.trained.values())
         engine = rollout_setup.start_engine(config, model, source, layout, memories, weights)
         self.engine = self.ledger.engine = engine
-        rollout_setup.report_copies(config, model, engine, notify)
+        rollout_setup.report_copies(model.world, source.shard, engine, notify)
         self.times.over("engine")
         self.sampler = rollout_setup.make_sampler(
             config,

@@ -17,7 +17,7 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import ModelConfig, TrainConfig
 from hybridrl.console import say
 from hybridrl.loop.checkpoints import OLD_SCORES
-from hybridrl.loop.exports import export_model, export_peft, merging_note
+from hybridrl.loop.exports import export_model, export_peft, merging_note, peft_notice
 from hybridrl.loop.preflight import check_adapter_conversion
 from hybridrl.models.adapters.base_reference import (
     BaseReference,
@@ -147,9 +147,10 @@ def _from_checkpoint(
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     if to == PEFT_FORMAT:
         export_peft(model, target, files)
-        return
-    export_model(model, target, files, moved=moved)
-    note = merging_note(model)
+        note = peft_notice(model)
+    else:
+        export_model(model, target, files, moved=moved)
+        note = merging_note(model)
     if note is not None and world.rank == 0:
         say(note, sys.stdout)
 

@@ -33,7 +33,12 @@ from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.models.adapters.base_reference import base_directory
 from hybridrl.models.adapters.peft_files import write_peft
-from hybridrl.models.adapters.rows import base_of, only_adapters
+from hybridrl.models.adapters.rows import (
+    base_of,
+    modules,
+    only_adapters,
+    without_expert_adapters,
+)
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
@@ -127,6 +132,28 @@ def merging_note(model: ParallelModel) -> str | None:
     return f"rounding merged weights to {dtype} loses {100 * lost:.2g} % of the adapters' update"
 
 
+def peft_notice(model: ParallelModel) -> str | None:
+    """Returns a sentence about adapters in a PEFT directory that PEFT does not load; None if there
+    are none.
+
+    PEFT (0.21, with transformers 5) takes every target with the name of an expert's projection for
+    the stacked experts, so it creates no adapters on dense and shared layers of these names.
+    """
+    family, shape = model.source.family, model.source.shape
+    projections = [row for row in base_of(family).rows(shape) if row.num_experts]
+    of_experts = {name.rpartition(".")[2] for row in projections for name in modules(row)}
+    adapted = without_expert_adapters(family)
+    rows = only_adapters(adapted).rows(shape) if adapted.lora is not None else ()
+    layers = [part.split(".")[-3] for row in rows for part in row.parts]
+    found = [name for name in dict.fromkeys(layers) if name in of_experts]
+    if not found:
+        return None
+    return (
+        f"PEFT 0.21 with transformers 5 ignores the adapters on {', '.join(found)} of dense and "
+        "shared layers, because the experts' layers have the same names; hybridrl reads them"
+    )
+
+
 def declare_turn_end(directory: Path) -> None:
     """Adds the chat template's end-of-turn token to the end tokens in generation_config.json, so
     that other engines stop where the run's responses stopped.
@@ -204,7 +231,7 @@ class Exports:
                 export_peft(model, folder, checkpoint / HF_FILES, card)
             else:
                 export_model(model, folder, checkpoint / HF_FILES, card)
-            note = None if is_peft else merging_note(model)
+            note = peft_notice(model) if is_peft else merging_note(model)
             self._notify(f"exported {folder}" + (f"; {note}" if note else ""))
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:

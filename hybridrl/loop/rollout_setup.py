@@ -43,7 +43,7 @@ from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
-from hybridrl.rollout.held_adapters import why_merged
+from hybridrl.rollout.held_adapters import held_family, merging_notice
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -69,22 +69,18 @@ def rollout_layout(
     return lay_out_engines(sources, parts, tensors, node, ranks).best.layout
 
 
-def holds_adapters(
-    source: ModelSource, rollout: RolloutConfig, notify: Callable[[str], None] | None = None
-) -> bool:
-    """Whether the engine holds the model's LoRA adapters next to the weights. If it cannot, it
-    receives weights with the adapters merged into them, which `notify` reports.
+def report_merging(
+    source: ModelSource, rollout: RolloutConfig, notify: Callable[[str], None]
+) -> None:
+    """Reports LoRA adapters that the engine does not hold next to the weights, but receives merged
+    into them.
     """
-    if source.family.lora is None:
-        return False
-    reasons = why_merged(rollout.engine, source.family, source.shape)
-    if reasons and notify is not None:
+    note = merging_notice(rollout.engine, source.family, source.shape)
+    if note is not None:
         notify(
-            f"warning: the engine generates with merged weights ({reasons[0]}); in 16 bits they "
-            "lose most of an update while it is small: 94% of the first step's at a learning rate "
-            "of 1e-4, 19% after 100 steps"
+            f"warning: {note}; in 16 bits they lose most of an update while it is small: 94% of "
+            "the first step's at a learning rate of 1e-4, 19% after 100 steps"
         )
-    return not reasons
 
 
 def training_memories(
@@ -170,7 +166,7 @@ def build_engine(
         EngineInputs(
             rollout,
             source.computed_config,
-            source.family if holds_adapters(source, rollout) else base_of(source.family),
+            held_family(rollout.engine, source.family, source.shape),
             source.dtype,
             layout,
             world.rank,
@@ -185,15 +181,21 @@ def build_engine(
 
 
 def report_copies(
-    config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
+    world: World,
+    shard: TrainingShard | None,
+    engine: EngineAdapter,
+    notify: Callable[[str], None],
 ) -> None:
     """Reports matrices that trainer and engine split in the same way but store separately;
     collective.
+
+    Args:
+        shard: Trainer memory that the engine could use.
     """
     missed = 0
-    if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
-        missed = len(shared_names(model.base_layout(), engine.layout()).keys() - engine.shared)
-    if most := max(model.world.gather_objects(missed)):
+    if isinstance(engine, SharingEngine) and shard is not None:
+        missed = len(shared_names(shard.layout, engine.layout()).keys() - engine.shared)
+    if most := max(world.gather_objects(missed)):
         notify(
             f"engine memory: up to {most} matrices per rank are stored twice, although trainer "
             f"and engine split them in the same way; padding between Megatron's experts can "

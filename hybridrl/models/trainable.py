@@ -97,26 +97,41 @@ def only_parts(family: Family, shape: ModelShape, names: tuple[str, ...]) -> Fam
 
 
 @lru_cache(64)
-def synced_family(family: Family, shape: ModelShape, holds_adapters: bool) -> Family:
+def synced_family(family: Family, shape: ModelShape, held: Family) -> Family:
     """Returns a family whose weight table contains only what each sync of the engines sends.
 
     Without adapters, this is the family itself. The other weights are sent once.
 
     Args:
         family, shape: Family and sizes of the policy.
-        holds_adapters: Whether engines hold adapters; otherwise adapters are merged into weights.
+        held: The family with only the adapters that engines hold. The other adapters are merged
+            into weights.
     """
     if family.lora is None:
         return family
-    trained = trained_family(family, shape, ())
-    if holds_adapters:
-        return trained
-    own = trained.rows(shape)
-    adapted = {row.megatron.removesuffix(f".{A}") + WEIGHT for row in own}
-    sent = tuple(
-        row for row in base_of(family).rows(shape) if row in own or row.megatron in adapted
-    )
-    return replace(family, rows=lambda _: sent, lora=None)
+    own, merged = trained_family(family, shape, ()).rows(shape), _merged(family, shape, held)
+    sent = tuple(row for row in held.rows(shape) if row in own or row.megatron in merged)
+    return replace(held, rows=lambda _: sent)
+
+
+@lru_cache(64)
+def unmerged_family(family: Family, shape: ModelShape, held: Family) -> Family:
+    """Returns the family without adapters, and without the weights into which adapters are merged
+    for engines; see `synced_family` for the arguments. These weights are equal in the trainer and
+    in engines.
+    """
+    merged = _merged(family, shape, held)
+    if not merged:
+        return base_of(family)
+    rows = tuple(row for row in base_of(family).rows(shape) if row.megatron not in merged)
+    return replace(base_of(family), rows=lambda _: rows)
+
+
+def _merged(family: Family, shape: ModelShape, held: Family) -> set[str]:
+    """Returns Megatron's names of the weights into which adapters are merged."""
+    names = {row.megatron for row in held.rows(shape)}
+    adapters = (row.megatron for row in family.rows(shape) if row.megatron not in names)
+    return {name.removesuffix(f".{A}") + WEIGHT for name in adapters if name.endswith(f".{A}")}
 
 
 def freeze_rules(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridrl.errors import ModelError
-from hybridrl.models.adapters.rows import HF_A, HF_B, A, B, is_adapter
+from hybridrl.models.adapters.rows import GROUPED_ADAPTERS, HF_A, HF_B, A, B, is_adapter
 from hybridrl.models.adapters.slots import SLOT_A, SLOT_B, slot_rank
 from hybridrl.models.boxes import Box, Shape, show, sizes, tiling_fault, whole
 from hybridrl.models.cuts import Cut, fused_cut, megatron_cut, plain_cut, table_error
@@ -42,6 +42,13 @@ GROUPED_NAMES = {
         f"{_LAYER}mlp.experts.linear_{fc}.weight{{E}}"
     )
     for fc in ("fc1", "fc2")
+}
+GROUPED_NAMES |= {
+    f"{_LAYER}mlp.experts.local_experts.{{E}}.linear_{fc}.{part}": (
+        f"{_LAYER}mlp.experts.linear_{fc}.{GROUPED_ADAPTERS}.{{E}}.{part}"
+    )
+    for fc in ("fc1", "fc2")
+    for part in (A, B)
 }
 
 
@@ -234,6 +241,7 @@ def fused_layout(
         adapters = {row.megatron: row for row in rows if is_adapter(row.megatron)}
         for name, row_a in adapters.items():
             if name.endswith(f".{A}"):
+                assert not row_a.num_experts  # `slot_rules`
                 row_b = adapters[f"{name.removesuffix(A)}{B}"]
                 slots = _slots(row_a, row_b, shape, slot_rank(family.lora), tp, tp_rank)
                 for layer in row_a.layers_of(shape):

@@ -89,9 +89,22 @@ def finalize_summed_gradients(
 ) -> None:
     """Reduces gradients as Megatron does, but without dividing them.
 
-    The losses are already divided by the global denominator.
+    The losses are already divided by the global denominator. Gradients of parameters with the
+    attribute `summed_over` are also added up over that group, whose ranks hold copies and have one
+    summand each; Megatron does this only for copies of parameters outside of experts.
     """
     finalize_model_grads(list(chunks), None, **kwargs)
+    copies: dict[Any, list[torch.Tensor]] = {}
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            group = getattr(parameter, "summed_over", None)
+            if group is not None and parameter.requires_grad:
+                copies.setdefault(group, []).append(parameter.main_grad)  # type: ignore[attr-defined]
+    for group, gradients in copies.items():
+        total = torch._utils._flatten_dense_tensors(gradients)
+        torch.distributed.all_reduce(total, group=group)
+        summed = torch._utils._unflatten_dense_tensors(total, gradients)
+        torch._foreach_copy_(gradients, summed)
 
 
 def _run(

@@ -1,4 +1,8 @@
-"""Rules for LoRA adapters in engines. No torch."""
+"""Rules for LoRA adapters in engines: which ones an engine holds next to the weights. No torch.
+
+An engine holds all adapters, or all except those of experts, or none. It receives weights into
+which the others are merged.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,34 @@ from collections.abc import Iterator
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import UserError
+from hybridrl.models.adapters.rows import base_of, without_expert_adapters
 from hybridrl.models.adapters.slots import slot_rules
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.rollout.registry import ENGINES
 
 
-def why_merged(engine: str, family: Family, shape: ModelShape) -> list[str]:
-    """Returns the reasons why an engine cannot hold a model's adapters, and therefore receives
-    weights with the adapters merged into them. Empty if it holds them.
+def held_family(engine: str, family: Family, shape: ModelShape) -> Family:
+    """Returns the family with only the adapters that the engine holds.
 
     Args:
         engine: Name of the engine.
-        family, shape: Family with adapters, and sizes of the model.
+        family, shape: Family and sizes of the policy.
     """
-    traits = ENGINES[engine]
-    if not traits.takes_adapters:
-        return [f"the {engine} engine takes no adapters"]
-    if not traits.has_fused_parameters:
-        return []
-    rules = slot_rules(family, shape, traits.adapts_direct_latents)
-    return [f"{error.name}: {error.allowed}" for error in rules]
+    if not any(_violations(engine, family, shape)):
+        return family
+    held = without_expert_adapters(family)
+    return base_of(family) if any(_violations(engine, held, shape)) else held
+
+
+def merging_notice(engine: str, family: Family, shape: ModelShape) -> str | None:
+    """Returns a sentence that names the adapters that are merged for the engine, and the reason;
+    None if the engine holds all of them.
+    """
+    reason = next(_violations(engine, family, shape), None)
+    if reason is None:
+        return None
+    of_experts = " of experts" if held_family(engine, family, shape).lora is not None else ""
+    return f"the engine generates with merged weights{of_experts} ({reason})"
 
 
 def merged_transport_rules(
@@ -37,13 +49,20 @@ def merged_transport_rules(
     Args:
         family, shape: Family with adapters, and sizes of the model.
     """
-    if family.lora is None or rollout.transport != "peer":
+    if rollout.transport != "peer":
         return
-    for reason in why_merged(rollout.engine, family, shape):
+    for reason in _violations(rollout.engine, family, shape):
         allowed = f"auto or packed here, because the engine receives merged weights: {reason}"
         yield UserError("rollout.transport", "peer", allowed, "Set rollout.transport=auto.")
 
 
-def holds_adapters(engine: str, family: Family, shape: ModelShape) -> bool:
-    """Whether an engine holds the adapters of a model; False if the model has none."""
-    return family.lora is not None and not why_merged(engine, family, shape)
+def _violations(engine: str, family: Family, shape: ModelShape) -> Iterator[str]:
+    """Yields the reasons why an engine cannot hold all adapters of a family."""
+    traits = ENGINES[engine]
+    if family.lora is None:
+        return
+    if not traits.takes_adapters:
+        yield f"the {engine} engine takes no adapters"
+    elif traits.has_fused_parameters:
+        for error in slot_rules(family, shape, traits.adapts_direct_latents):
+            yield f"{error.name}: {error.allowed}"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from hybridrl.models.adapters.rows import A, B, is_adapter
+from hybridrl.models.adapters.rows import A, B, is_adapter, weight_of
 from hybridrl.models.boxes import Box
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor, TrainingShard
@@ -27,25 +28,26 @@ class AdapterWeights:
 
     Args:
         layouts: Layout of every rank, with adapters.
-        parameters: This rank's parameters by local name.
+        parameters: This rank's tensors by local name; B without its factor.
         scale: Factor s.
-        trained: Local names of parameters that are trained in addition to the adapters.
+        changing: Local names of tensors that change in addition to the adapters: parameters that
+            are trained, and weights into which other adapters are merged.
         shard: Frozen weights that an engine may use instead of a copy.
         room: Memory for s B by the local name of B, if other ranks read it in place; otherwise s B
             is in ordinary memory.
     """
 
     layouts: Sequence[RankLayout]
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, SourceTensor]
     scale: float
-    trained: frozenset[str] = frozenset()
+    changing: frozenset[str] = frozenset()
     shard: TrainingShard | None = None
     room: Mapping[str, Tensor] = field(default_factory=dict)
     _scaled: dict[str, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, parameter in self.parameters.items():
-            if name.endswith(f".{B}"):
+            if name.endswith(f".{B}") and isinstance(parameter, Tensor):
                 room = self.room.get(name)
                 self._scaled[name] = torch.empty_like(parameter) if room is None else room
         self.refresh()
@@ -57,15 +59,15 @@ class AdapterWeights:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Local names of the weights that are not trained."""
+        """Local names of the weights that never change."""
         names = (name for name in self.parameters if not is_adapter(name))
-        return frozenset(names) - self.trained
+        return frozenset(names) - self.changing
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Computes s B from the present B."""
         for name, scaled in self._scaled.items():
-            torch.mul(self.parameters[name], self.scale, out=scaled)
+            torch.mul(cast(Tensor, self.parameters[name]), self.scale, out=scaled)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def merged_tensors(
 
     Args:
         parameters: This rank's parameters by local name, with those of the adapters.
-        linears: For each adapted linear layer by local name, the output rows and the projections
+        linears: For each module with an adapter by local name, the output rows and the projections
             of the rows of B.
         scale: Factor s.
     """
@@ -163,8 +165,8 @@ def merged_tensors(
         name: tensor for name, tensor in parameters.items() if not is_adapter(name)
     }
     for name, (rows, places) in linears.items():
-        weight, a, b = (parameters[f"{name}.{part}"] for part in ("weight", A, B))
-        found[f"{name}.weight"] = MergedTensor(weight, a, b, rows, places, scale)
+        weight, (a, b) = weight_of(name), (parameters[f"{name}.{part}"] for part in (A, B))
+        found[weight] = MergedTensor(parameters[weight], a, b, rows, places, scale)
     return found
 
 

@@ -25,7 +25,14 @@ from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.owned import owned_layout
 from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import base_of, is_adapter, num_adapter_parameters, only_adapters
+from hybridrl.models.adapters.rows import (
+    A,
+    base_of,
+    is_adapter,
+    num_adapter_parameters,
+    only_adapters,
+    weight_of,
+)
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.inputs import ExtraInputs
@@ -364,18 +371,22 @@ class ParallelModel:
     def _layout(self, family: Family, place: int) -> RankLayout:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
-    def weight_source(self, holds_adapters: bool = False) -> WeightSource:
+    def weight_source(self, held: Family | None = None) -> WeightSource:
         """Returns the weights from which an engine is updated immediately after a step.
 
-        If the model has LoRA adapters, they are sent as such to an engine that holds adapters, and
-        merged into the weights otherwise.
+        Args:
+            held: The model's family with only those LoRA adapters that the engine holds. They are
+                sent as such, and the others are merged into the weights. By default, all are
+                merged.
 
         With `train.fuse_param_gather`, each rank provides only the parts that it updated. With
         `train.release_weights_in_rollout`, engines cannot use the training shard in place, because
         its memory is freed.
         """
         if self.lora is not None:
-            return self._adapter_weights() if holds_adapters else self.whole_weights()
+            if held is None or held.lora is None:
+                return self.whole_weights()
+            return self._adapter_weights(held)
         tensors = self.weights_in_place()
         shard = None
         if not self.train.release_weights_in_rollout:
@@ -393,7 +404,7 @@ class ParallelModel:
             return FullWeights(self._whole_layouts(family), self.weights())
         rows = adapted_rows(self._chunks)
         tensors = merged_tensors(self.weights(), rows, family.lora.scale)
-        unchanging = frozenset(self._unchanging()) - {f"{name}.weight" for name in rows}
+        unchanging = frozenset(self._unchanging()) - set(map(weight_of, rows))
         return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
 
     def _unchanging(self) -> dict[str, torch.Tensor]:
@@ -423,15 +434,24 @@ class ParallelModel:
         layouts = self._whole_layouts(only_adapters(self.source.family))
         return FullWeights(layouts, self.adapter_weights())
 
-    def _adapter_weights(self) -> AdapterWeights:
-        family, frozen_names = self.source.family, self._unchanging().keys()
-        assert family.lora is not None
-        tensors = self.weights()
-        trained = {name for name in tensors if name not in frozen_names and not is_adapter(name)}
-        shard = TrainingShard(self.base_layout(), self.base_weights())
-        layouts = self._whole_layouts(family)
+    def _adapter_weights(self, held: Family) -> AdapterWeights:
+        assert held.lora is not None
+        weights, layouts = self.weights(), self._whole_layouts(held)
+        names = layouts[self.world.rank].shapes
+        rows = adapted_rows(self._chunks)
+        others = {name: where for name, where in rows.items() if f"{name}.{A}" not in names}
+        tensors = merged_tensors(weights, others, held.lora.scale)
+        tensors |= {
+            name: one for name, one in weights.items() if is_adapter(name) and name in names
+        }
+        merged = set(map(weight_of, others))
+        changing = {name for name in names if not is_adapter(name)} - self._unchanging().keys()
+        # The engine cannot use weights into which adapters are merged in place.
+        shared = {name: one for name, one in self.base_weights().items() if name not in merged}
+        shard = TrainingShard(of_names(self.base_layout(), shared), shared)
         room = {} if self._peer_weights is None else self._peer_weights.scaled
-        return AdapterWeights(layouts, tensors, family.lora.scale, frozenset(trained), shard, room)
+        every = frozenset(changing | merged)
+        return AdapterWeights(layouts, tensors, held.lora.scale, every, shard, room)
 
     def _whole_layouts(self, family: Family) -> list[RankLayout]:
         shape = self.source.shape

@@ -87,7 +87,7 @@ def check_pair(folder: Path, engine_name: str, layout: TrainLayout, tp: int, is_
     with torch.enable_grad():
         model = make(folder / "base", folder / "peft", layout, "none")
         model.make_trainable(1e-3, PeerWeights(model.world) if is_peer else None)
-    source = model.weight_source(holds_adapters=True)
+    source = model.weight_source(model.source.family)
     engine = start(engine_name, model, tp, source.shard)
     hybrid = HybridEngine(
         source,

@@ -1,9 +1,11 @@
 """One rank of the tests of LoRA: real Megatron, gloo, PEFT on transformers' model as the oracle.
 
-lora_worker.py FOLDER FAMILIES LAYOUT...   each layout is "tp,pp,cp,vpp[,ep=2][,full][,whole]..."
+lora_worker.py FOLDER FAMILIES LAYOUT...
+    each layout is "tp,pp,cp,vpp[,ep=2][,full][,experts][,whole]..."
 
-With `whole`, embeddings, head and norms are trained too. With `files`, PEFT directories and
-checkpoints are checked instead of gradients; with `roles`, models that share the base.
+With `experts`, experts have adapters, too, if the model has experts. With `whole`, embeddings, head
+and norms are trained too. With `files`, PEFT directories and checkpoints are checked instead of
+gradients; with `roles`, models that share the base.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from adapter_cases import PREFIX, canonical, with_layers
 from lora_roles import check_moved, check_roles
 from megatron.core import parallel_state
 from parity_worker import LENGTHS, gradients_in_hf_names, objective, sample_batch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import LONGEST, as_long
 from transformers import AutoModelForCausalLM
@@ -27,16 +29,26 @@ from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.placement import Place
 from hybridrl.config.schema import TrainConfig
 from hybridrl.errors import CheckpointError
+from hybridrl.hybrid_engine.export import gather_tensors
 from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
 from hybridrl.loop import ledger
 from hybridrl.loop.exports import export_peft
 from hybridrl.models.adapters.base_reference import BaseReference, weights_digest
-from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.adapters.peft_directory import check_peft, read_peft
-from hybridrl.models.adapters.peft_files import load_peft
-from hybridrl.models.adapters.rows import adapted, base_of, only_adapters
-from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.adapters.peft_files import load_peft, write_peft
+from hybridrl.models.adapters.rows import (
+    HF_A,
+    HF_B,
+    adapted,
+    adapts_experts,
+    base_of,
+    only_adapters,
+    target_names,
+    without_expert_adapters,
+)
+from hybridrl.models.family import Family, ModelShape, resolve_family
+from hybridrl.models.hf.shards import box_view, load_hf
 from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.trainable import synced_family
 from hybridrl.models.weights import hf_shapes, megatron_layouts
@@ -62,17 +74,14 @@ MODULES = {
 }
 
 
-def peft_folder(base: Path, folder: Path, targets: list[str]) -> None:
-    """Saves a random adapter with PEFT."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
+def peft_folder(base: Path, folder: Path, family: Family, shape: ModelShape) -> None:
+    """Saves a random adapter."""
     generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    model.save_pretrained(folder)
+    tensors = {
+        name: torch.randn(size, generator=generator) * 0.1
+        for name, size in hf_shapes(only_adapters(family), shape).items()
+    }
+    write_peft(folder, tensors, family.lora, BaseReference(str(base), None, None, "0" * 64))
 
 
 def make(
@@ -101,30 +110,27 @@ def make(
     return model
 
 
-def oracle(folder: Path, peft: Path, full: tuple[str, ...]):
+def oracle(folder: Path, peft: Path, family: Family, shape: ModelShape):
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
     model.set_attn_implementation("eager")  # the default leaves out soft caps
-    if not full:
-        given = {"is_trainable": True, "autocast_adapter_dtype": False}
-        return PeftModel.from_pretrained(model, peft, **given).double()
-    config = LoraConfig.from_pretrained(peft)
-    config.inference_mode = False
-    config.modules_to_save = [name for part in full for name in MODULES[part]]
-    config.ensure_weight_tying = model.config.tie_word_embeddings
-    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    targets, lora = target_names(family, shape), family.lora
+    options = {
+        "modules_to_save": [name for part in lora.full for name in MODULES[part]] or None,
+        "ensure_weight_tying": bool(lora.full) and model.config.tie_word_embeddings,
+    }
+    model = with_layers(model, lora, targets, EXPERTS in lora.targets, **options).double()
     stored = load_file(peft / "adapter_model.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(stored[name.replace(".default", "")])
-    return model.double()
+    for name, tensor in canonical(model, family, shape).items():
+        tensor.copy_(stored.pop(f"{PREFIX}{name}"))
+    assert not stored, stored.keys()
+    return model
 
 
-def expected(folder: Path, peft: Path, full: tuple[str, ...]):
+def expected(folder: Path, peft: Path, family: Family, shape: ModelShape):
     """Returns PEFT's log-probabilities with and without the adapter, and all its gradients."""
-    model = oracle(folder, peft, full)
+    model = oracle(folder, peft, family, shape)
     batch = sample_batch(model.config.vocab_size)
     offsets, loss = batch.offsets.tolist(), torch.zeros((), dtype=torch.float64)
     logps = []
@@ -137,12 +143,13 @@ def expected(folder: Path, peft: Path, full: tuple[str, ...]):
         loss = loss + (((position % 5) - 1.5) * logp + 0.3 * entropy).sum() / 100
         logps.append(logp.detach())
     loss.backward()
-    gradients = {
-        name.removeprefix("base_model.model.")
+    gradients = canonical(model, family, shape, gradients=True)
+    gradients |= {
+        name.removeprefix(PREFIX)
         .replace(".modules_to_save", "")
         .replace(".default", ""): parameter.grad
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None
+        if parameter.grad is not None and "lora_" not in name
     }
     plain = []
     with torch.no_grad(), model.disable_adapter():
@@ -198,12 +205,12 @@ def check_memory(model: ParallelModel) -> None:
     assert frozen == 4 * (here.held.num - here.trained.num), (frozen, here)
     assert sizes["policy frozen weights"] == frozen - biases, sizes
     assert trained <= sizes["policy trained weights (lora)"] <= 1.1 * trained + (4 << 10), sizes
-    for holds_adapters in (True, False):
-        weights = model.weight_source(holds_adapters)
+    for held in (family, base_of(family), without_expert_adapters(family)):
+        weights = model.weight_source(held)
         frozen_names = model.world.gather_objects(weights.frozen)
         sent = without(weights.layouts, frozen_tensors(weights.layouts, frozen_names))
         names = {region.hf for one in sent for region in one.regions}
-        synced = hf_shapes(synced_family(family, shape, holds_adapters), shape)
+        synced = hf_shapes(synced_family(family, shape, held), shape)
         assert names == synced.keys(), names ^ synced.keys()
 
 
@@ -212,7 +219,8 @@ def check(
 ) -> None:
     model = make(folder, peft, layout, recompute, full)
     world = model.world
-    wanted = expected(folder, peft, full) if world.rank == 0 else None
+    of_model = model.source.family, model.source.shape
+    wanted = expected(folder, peft, *of_model) if world.rank == 0 else None
     logps, plain, gradients = world.broadcast_object(wanted, 0)
     batch = sample_batch(model.source.shape.vocab_size)
     base = {name: one.clone() for name, one in model.base_weights().items()}
@@ -242,6 +250,35 @@ def check(
         assert torch.equal(one, base[name]) != (name in trained), f"{name} has changed"
 
 
+def check_sent(model: ParallelModel, folder: Path, peft: Path) -> None:
+    """Engines receive A and s B, and weights with those adapters merged that they do not hold."""
+    family, shape = model.source.family, model.source.shape
+    adapters = load_file(peft / "adapter_model.safetensors")
+    adapters = {name.removeprefix(PREFIX): one for name, one in adapters.items()}
+    scale = family.lora.scale
+    for held in (family, base_of(family), without_expert_adapters(family)):
+        shapes, source = hf_shapes(held, shape), model.weight_source(held)
+        expected = {
+            name: one
+            for path in folder.glob("*.safetensors")
+            for name, one in load_file(path).items()
+        }
+        for name, one in adapters.items():
+            module = name.removesuffix(f".{HF_B}")
+            if name in shapes:
+                expected[name] = one * (scale if name.endswith(HF_B) else 1)
+            elif module != name:
+                merged = scale * one @ adapters[f"{module}.{HF_A}"]
+                expected[f"{module}.weight"] = expected[f"{module}.weight"] + merged
+        shard = source.shard
+        for region in () if shard is None else shard.layout.regions:
+            own = box_view(shard.tensors[region.local], region.local_box)
+            assert torch.equal(own, box_view(expected[region.hf], region.hf_box)), region
+        for name, one in gather_tensors(source, shapes, torch.float32, model.world):
+            off = float((one - expected[name]).abs().max())
+            assert off < 1e-6, (held.lora, name, off, float(one.abs().max()))
+
+
 def update(model: ParallelModel) -> float:
     model.accumulate(model.plan(sample_batch(model.source.shape.vocab_size)).inputs, objective)
     norm = model.grad_norm()
@@ -249,16 +286,25 @@ def update(model: ParallelModel) -> float:
     return norm
 
 
+def exported_tensors(model: ParallelModel, folder: Path) -> dict[str, torch.Tensor]:
+    export_peft(model, folder, None)
+    model.world.gather_objects(None)
+    return load_file(folder / "adapter_model.safetensors")
+
+
 def check_files(folder: Path, peft: Path, layout: TrainLayout, moved: TrainLayout) -> None:
     """A PEFT directory comes back bit for bit, and another layout continues from a checkpoint."""
     model = make(folder, peft, layout, "none")
     world = model.world
     exported = Path(world.broadcast_object(tempfile.mkdtemp(), 0)) / "peft"
-    export_peft(model, exported, None)
-    before, after = (load_file(one / "adapter_model.safetensors") for one in (peft, exported))
+    before, after = (
+        load_file(peft / "adapter_model.safetensors"),
+        exported_tensors(model, exported),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], one) for name, one in before.items())
     assert read_peft(exported).lora == read_peft(peft).lora
+    check_sent(model, folder, peft)
     model.make_trainable(1e-2)
     update(model)
     store = CheckpointStore(exported.parent, world, 1)
@@ -267,10 +313,18 @@ def check_files(folder: Path, peft: Path, layout: TrainLayout, moved: TrainLayou
     other = make(folder, peft, moved, "none")
     other.make_trainable(1e-2)
     store.load(place, {"policy": other})
+    found = exported_tensors(other, exported.with_name("loaded"))
+    assert all(
+        torch.equal(found[name], one)
+        for name, one in exported_tensors(model, exported.with_name("saved")).items()
+    )
     # Layouts add in other orders, so norms differ in the last bits.
     for _ in range(2):
         norms = update(other), update(model)
         assert abs(norms[0] / norms[1] - 1) < 1e-3, norms
+    found = exported_tensors(other, exported.with_name("moved"))
+    for name, one in exported_tensors(model, exported.with_name("stayed")).items():
+        assert float((found[name] - one).abs().mean()) < 1e-4, f"{name}: other optimizer states"
     assert other.base is not None
     other.source = replace(other.source, base=replace(other.base, digest="0" * 64))
     try:
@@ -288,20 +342,18 @@ def main() -> None:
     start_process_group(platform, 120)
     root, families, *layouts = sys.argv[1:]
     for family in families.split(","):
-        folder, peft = Path(root) / family, Path(root) / f"{family}-peft"
+        folder, world = Path(root) / family, World(platform, 120)
         hf_config = json.loads((folder / "config.json").read_text())
-        known = adapted(resolve_family(None, hf_config), Lora(RANK, ALPHA))
-        names = hf_shapes(only_adapters(known), known.shape(hf_config))
-        targets = list(dict.fromkeys(name.split(".")[-3] for name in names if ".lora_A" in name))
-        if known.shape(hf_config).moe is not None:  # PEFT would adapt experts of the same names
-            targets = [
-                name for name in targets if name not in ("gate_proj", "up_proj", "down_proj")
-            ]
-        world = World(platform, 120)
-        if world.rank == 0 and not peft.exists():
-            peft_folder(folder, peft, targets)
-        world.gather_objects(None)
+        plain = resolve_family(None, hf_config)
         for text in layouts:
+            targets = (ALL_LINEAR, *([EXPERTS] if "experts" in text.split(",") else []))
+            known = adapted(plain, Lora(RANK, ALPHA, targets))
+            if not adapts_experts(known, known.shape(hf_config)):
+                known = adapted(plain, Lora(RANK, ALPHA))
+            peft = Path(root) / f"{family}-peft-{len(targets)}"
+            if world.rank == 0 and not peft.exists():
+                peft_folder(folder, peft, known, known.shape(hf_config))
+            world.gather_objects(None)
             numbers = [one for one in text.split(",") if one.isdigit()]
             tp, pp, cp, vpp = map(int, numbers)
             more = dict(one.split("=") for one in text.split(",") if "=" in one)
@@ -314,6 +366,8 @@ def main() -> None:
                 full = ("embeddings", "norms") if tied else ("embeddings", "head", "norms")
             if "files" in text:
                 moved = TrainLayout(world.size, pp, tp)
+                if "etp" in sizes:
+                    moved = TrainLayout(world.size, ep=2)
                 check_files(folder, peft, layout, moved)
                 models = (make(folder, peft, one, "none", full) for one in (layout, moved))
                 check_moved(*models, folder, peft)

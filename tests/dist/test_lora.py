@@ -15,8 +15,25 @@ TWO_RANKS = ("2,1,1,1,selective", "1,2,1,2,full", "1,1,2,1")
 # With embeddings, head and norms trained too, and with models that share the base.
 WHOLE = ("2,1,1,1,whole", "1,2,1,1,whole")
 ROLES = ("2,1,1,1,roles", "1,2,1,2,full,whole,roles", "1,1,2,1,selective,roles")
-WITH_EXPERTS_ON_TWO = ("2,1,1,1,ep=2", "2,1,1,1,etp=2", "1,2,1,1")
-ROLES_OF_EXPERTS = ("2,1,1,1,ep=2,roles", "1,2,1,1,roles")
+ROLES_OF_EXPERTS = ("2,1,1,1,ep=2,experts,roles", "1,2,1,1,experts,roles")
+WITH_EXPERTS_ON_TWO = (
+    "2,1,1,1,ep=2,experts,selective",
+    "2,1,1,1,etp=2,experts",
+    "1,2,1,1,experts",
+)
+MORE_ON_TWO = (
+    "1,1,1,1,ep=2,experts,full",
+    "1,1,1,1,etp=2,experts",
+    "1,2,1,2,experts",
+    "1,1,2,1,experts",
+    "2,1,1,1,ep=2",
+)
+WITH_EXPERTS_ON_FOUR = (
+    "2,2,1,1,experts",
+    "2,1,1,1,ep=2,experts",
+    "1,1,1,1,ep=2,etp=2,experts,full",
+    "4,1,1,1,etp=2,ep=2,experts,selective",
+)
 FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
 
 
@@ -36,6 +53,9 @@ FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
         pytest.param(4, WITH_EXPERTS[:1], FOUR_RANKS, marks=pytest.mark.full),
         pytest.param(2, ("gpt_oss",), ("2,1,1,1,ep=2", "1,2,1,1"), marks=pytest.mark.full),
         pytest.param(2, ("qwen3_5_text",), ("2,1,1,1", "1,2,1,2,full"), marks=pytest.mark.full),
+        pytest.param(2, WITH_EXPERTS[1:5], WITH_EXPERTS_ON_TWO, marks=pytest.mark.full),
+        pytest.param(2, ("qwen3_moe", "deepseek_v3"), MORE_ON_TWO, marks=pytest.mark.full),
+        pytest.param(4, ("qwen3_moe", "deepseek_v3"), WITH_EXPERTS_ON_FOUR, marks=pytest.mark.full),
     ],
 )
 def test_adapters_compute_and_learn_as_in_peft(

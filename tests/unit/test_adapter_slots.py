@@ -11,7 +11,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import adapted, is_adapter, only_adapters, target_names
+from hybridrl.models.adapters.rows import adapted, base_of, is_adapter, only_adapters, target_names
 from hybridrl.models.adapters.slots import EngineSlots, is_slot, slot_rank, slot_rules
 from hybridrl.models.family import LatentShape, ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
@@ -23,11 +23,7 @@ from hybridrl.models.weights import (
     megatron_layout,
 )
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import (
-    holds_adapters,
-    merged_transport_rules,
-    why_merged,
-)
+from hybridrl.rollout.held_adapters import held_family, merged_transport_rules, merging_notice
 
 LLAMA, PHI3 = resolve_family("llama", {}), resolve_family("phi3", {})
 SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True)
@@ -141,12 +137,14 @@ def test_adapters_of_copied_weights_are_refused() -> None:
     direct = replace(shape, latent=replace(LATENT, query_rank=0))
     family = adapted(plain, Lora(8, 1.0, ("q_proj", "o_proj")))
     assert not list(slot_rules(family, direct, True))
-    assert why_merged("vllm", family, direct) == []
-    (reason,) = why_merged("sglang", family, direct)
-    assert "targets without q_proj, because the engine has no slots" in reason
-    assert holds_adapters("hf", adapted(plain, Lora(8, 1.0)), shape)
-    assert not holds_adapters("vllm", adapted(plain, Lora(8, 1.0)), shape)
-    assert not holds_adapters("vllm", plain, shape)
+    assert held_family("vllm", family, direct) is family
+    assert held_family("sglang", family, direct) is base_of(family)
+    reason = merging_notice("sglang", family, direct)
+    assert "targets without q_proj, because the engine has no slots" in str(reason)
+    all_linear = adapted(plain, Lora(8, 1.0))
+    assert held_family("hf", all_linear, shape) is all_linear
+    assert held_family("vllm", all_linear, shape) is base_of(all_linear)
+    assert held_family("vllm", plain, shape) is plain
 
 
 def test_ranks_cannot_read_merged_weights_in_each_others_memory() -> None:
@@ -156,7 +154,30 @@ def test_ranks_cannot_read_merged_weights_in_each_others_memory() -> None:
     peer = RolloutConfig(transport="peer", engine="vllm")
     (error,) = merged_transport_rules(peer, family, shape)
     assert "rollout.transport: got peer" in str(error) and "kv_b_proj" in str(error)
+    partly = adapted(plain, Lora(8, 1.0, ("o_proj", "experts")))
+    (error,) = merged_transport_rules(peer, partly, shape)
+    assert "experts, for which the engine has no slots" in str(error)
+    assert not list(merged_transport_rules(RolloutConfig(transport="peer", engine="hf"), partly, shape))
     some = adapted(plain, Lora(8, 1.0, ("o_proj",)))
     assert not list(merged_transport_rules(peer, some, shape))
     assert not list(merged_transport_rules(peer, plain, shape))
     assert not list(merged_transport_rules(RolloutConfig(engine="vllm"), family, shape))
+
+
+def test_an_engine_holds_all_adapters_or_those_of_other_layers_than_experts_or_none() -> None:
+    shape = ModelShape(4, 16, 8, 2, 4, 32, 100, moe=MoeShape(8, 2, 12))
+    plain = resolve_family("qwen3_moe", {})
+    both = adapted(plain, Lora(8, 1.0, ("all-linear", "experts")))
+    (error,) = slot_rules(both, shape, True)
+    assert "targets without experts, for which the engine has no slots" in str(error)
+    for engine, targets in (("hf", both.lora.targets), ("vllm", ("all-linear",))):
+        lora = held_family(engine, both, shape).lora
+        assert lora is not None and lora.targets == targets
+    alone = adapted(plain, Lora(8, 1.0, ("experts",)))
+    assert held_family("vllm", alone, shape) is base_of(alone)
+    assert merging_notice("hf", both, shape) is None
+    assert "merged weights of experts (" in str(merging_notice("vllm", both, shape))
+    assert "merged weights (" in str(merging_notice("vllm", alone, shape))
+    latent = ModelShape(4, 16, 8, 8, 4, 32, 100, moe=MoeShape(8, 2, 12), latent=LATENT)
+    copied = adapted(resolve_family("deepseek_v3", {}), Lora(8, 1.0, ("all-linear", "experts")))
+    assert held_family("vllm", copied, latent) is base_of(copied)

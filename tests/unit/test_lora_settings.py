@@ -23,7 +23,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import adapted, only_adapters
 from hybridrl.models.adapters.settings import lora_rules
-from hybridrl.models.family import ModelShape, read_model, resolve_family
+from hybridrl.models.family import ModelShape, MoeShape, read_model, resolve_family
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.adapter_weights import MergedTensor
 
@@ -82,6 +82,19 @@ def test_layers_with_an_output_per_head_limit_the_rank_only_by_name() -> None:
     named = LoraConfig(rank=32, targets=("in_proj_b", "q_proj"))
     (error,) = lora_rules(named, family, shape)
     assert "1 to 16, the smaller dimension of in_proj_b" in str(error)
+
+
+def test_experts_are_a_target_of_models_that_have_them() -> None:
+    assert "this model has no experts" in said(LoraConfig(rank=4, targets=("experts",)))
+    shape, mixture = replace(SHAPE, moe=MoeShape(8, 2, 12)), resolve_family("qwen3_moe", {})
+    section = LoraConfig(rank=12, targets=("all-linear", "experts"))
+    assert not list(lora_rules(section, mixture, shape))
+    (error,) = lora_rules(section.model_copy(update={"rank": 13}), mixture, shape)
+    assert "1 to 12, the smaller dimension of gate_proj in an expert" in str(error)
+    (error,) = lora_rules(LoraConfig(rank=4, targets=("expert",)), mixture, shape)
+    assert "Did you mean 'experts'?" in str(error)
+    (error,) = lora_rules(LoraConfig(rank=4, targets=("gate_proj",)), mixture, shape)
+    assert "lora.targets: got gate_proj; allowed: all-linear, experts, q_proj" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,42 @@ def test_ranks_receive_the_base_once_if_they_do_not_train_it() -> None:
     assert max(report["reshard"]["receive_bytes"]) < 2 * ADAPTERS
 
 
+MIXTURE = (
+    f"model.init={ROOT / 'benchmarks' / 'models' / 'qwen3-30b-a3b.json'}",
+    "lora.rank=8",
+    "lora.targets=[all-linear, experts]",
+)
+EXPERTS = 48 * 128  # experts of Qwen3 30B-A3B, of width 768 in layers of width 2048
+OF_EXPERTS = EXPERTS * 3 * 8 * (2048 + 768)
+OF_ATTENTION = 48 * 8 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)
+
+
+def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_for_them() -> None:
+    report, violations = plan_report(config_of(*MIXTURE, "train.ep=4"), 4, H100, Host())
+    assert violations == []
+    lora, alone = report["lora"], "lora.targets=[experts]"
+    assert lora["adapter_bytes"] == 2 * (OF_EXPERTS + OF_ATTENTION)
+    merged = 2 * EXPERTS * 3 * 2048 * 768
+    assert lora["sync_bytes"] == merged + 2 * OF_ATTENTION
+    assert lora["engine_holds_adapters"] is True
+    text = plan_text(report)
+    assert "each sync sends adapters and merged weights" in text
+    assert "merged weights of experts (lora.targets: targets without experts" in text
+    held = plan(*MIXTURE, "train.ep=4", engine="hf", world=4)
+    assert held["lora"]["sync_bytes"] == held["lora"]["adapter_bytes"] == lora["adapter_bytes"]
+    assert held["lora"]["merging"] is None
+    only = plan(*MIXTURE, alone, "train.ep=4", world=4)
+    assert only["lora"]["adapter_bytes"] == 2 * OF_EXPERTS
+    assert only["lora"]["sync_bytes"] == merged
+    assert only["lora"]["engine_holds_adapters"] is False
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_a_search_counts_adapters_of_experts_as_a_plan_does(engine: str) -> None:
+    more = ("rollout.tp=4", "rollout.ep=4") if engine == "vllm" else ()
+    check_search(config_of(*MIXTURE, "train.ep=4", *more, engine=engine))
+
+
 @pytest.mark.parametrize(
     ("engine", "algorithm"),
     [("vllm", "grpo"), ("sglang", "grpo"), ("hf", "grpo"), ("vllm", "ppo")],
@@ -147,7 +183,10 @@ def test_a_search_counts_the_memory_that_a_plan_counts(
     sizes: tuple[str, ...], engine: str, algorithm: str
 ) -> None:
     sizes = tuple(one for one in sizes if engine != "hf" or one.startswith("train"))
-    config = config_of(LORA, *sizes, engine=engine, algorithm=algorithm)
+    check_search(config_of(LORA, *sizes, engine=engine, algorithm=algorithm))
+
+
+def check_search(config: Any) -> None:
     report, violations = plan_report(config, 4, H100, Host())
     assert violations == []
     models, _ = planned_models(config)
@@ -195,8 +234,8 @@ def test_synced_weights_are_the_trained_and_those_that_adapters_change(
 ) -> None:
     base, shape = read_model(None, read_model_config(config_of().model))
     family = adapted(base, Lora(8, 8.0, ("q_proj", "down_proj"), full=full))
-    held = hf_shapes(synced_family(family, shape, True), shape)
-    merged = hf_shapes(synced_family(family, shape, False), shape)
+    held = hf_shapes(synced_family(family, shape, family), shape)
+    merged = hf_shapes(synced_family(family, shape, base_of(family)), shape)
     assert {name for name in held if is_adapter(name)} == {
         name for name in hf_shapes(family, shape) if is_adapter(name)
     }
@@ -211,5 +250,5 @@ def test_synced_weights_are_the_trained_and_those_that_adapters_change(
     others = {name for name in held if not is_adapter(name)}
     assert others == {name for name in merged if "norm" in name or "lm_head" in name}
     assert bool(others) == bool(full)
-    assert synced_family(base_of(family), shape, True) is base_of(family)
+    assert synced_family(base_of(family), shape, base_of(family)) is base_of(family)
     assert sum(map(prod, held.values())) < sum(map(prod, merged.values()))

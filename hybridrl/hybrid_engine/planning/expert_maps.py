@@ -27,6 +27,7 @@ from hybridrl.hybrid_engine.planning.assign import (
     numbered,
     part_patterns,
 )
+from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import NOTHING, RankLayout
@@ -51,7 +52,7 @@ class Engines:
 
 
 class ExpertTensors:
-    """The HF tensors of a model's experts, by name.
+    """The HF tensors of a model's experts without adapters, by name.
 
     Args:
         family, shape: Family and sizes of the model.
@@ -64,7 +65,7 @@ class ExpertTensors:
         self.num_experts = shape.moe.num_experts if shape.moe else 0
         self._of: dict[str, tuple[int, int]] = {}
         self._names: list[list[str]] = []
-        for row in family.rows(shape):
+        for row in base_of(family).rows(shape):
             for layer in range(shape.num_layers) if row.num_experts else ():
                 if row.layers is not None and layer not in row.layers:
                     continue

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer of the decoder layers, except routers and experts."""
+EXPERTS = "experts"
+"""Target that stands for the three projections of every expert, each with its own adapter."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Lora:
         rank: Rank of every adapter.
         alpha: Numerator of the scale s.
         targets: Linear layers that have an adapter: last parts of their HF names such as `q_proj`,
-            or ALL_LINEAR.
+            ALL_LINEAR, or EXPERTS. Names do not stand for the projections of experts.
         rslora: Whether the scale is alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023,
             "rsLoRA", section 3.2).
         full: Names of parts that are trained completely, in addition to the adapters: embeddings,

@@ -1,7 +1,8 @@
 """Reads settings, names and shapes of the adapters in a PEFT directory. No torch.
 
 A PEFT directory contains adapter_config.json and adapter_model.safetensors. Its tensors have the
-HF names of the weight table (rows.py), with a prefix.
+HF names of the weight table (rows.py), with a prefix. Each expert has its own tensors; PEFT stacks
+them when it loads the directory for a model of transformers 5, which stacks experts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from hybridrl.config.files import plain, read_json_object, shown
 from hybridrl.errors import CheckpointError
-from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
+from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.adapters.rows import HF_A, HF_B
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.headers import open_shard
@@ -39,6 +41,7 @@ PLAIN_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "megatron_config": (None,),
 }
+OF_EXPERT = re.compile(r"\.experts\.\d+\.")
 QUANTIZED = ("quant_state", "absmax", "qweight", "weight_format", "SCB")
 
 
@@ -136,8 +139,21 @@ def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
         targets = [ALL_LINEAR]
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise _refusal(folder, "target_modules", targets, f"{ALL_LINEAR}, or a list of names")
-    names = sorted({name.rpartition(".")[2] for name in targets})
-    return Lora(rank, float(alpha), tuple(names), bool(config.get("use_rslora")), full)
+    names = {name.rpartition(".")[2] for name in targets}
+    layers = _adapted_layers(folder)
+    if experts := {name for layer, name in layers if OF_EXPERT.search(f"{layer}.")}:
+        others = {name for layer, name in layers if not OF_EXPERT.search(f"{layer}.")}
+        names = names - (experts - others) | {EXPERTS}
+    return Lora(rank, float(alpha), tuple(sorted(names)), bool(config.get("use_rslora")), full)
+
+
+def _adapted_layers(folder: Path) -> set[tuple[str, str]]:
+    """Returns the linear layers that have an adapter: the name of the module around each layer, and
+    the last part of the layer's own name.
+    """
+    with open_shard(folder / TENSOR_FILE, "numpy") as opened:
+        names = [name.removesuffix(f".{HF_A}") for name in opened.keys() if name.endswith(HF_A)]  # noqa: SIM118
+    return {(layer, name) for layer, _, name in (one.rpartition(".") for one in names)}
 
 
 def read_base_name(folder: Path) -> str:

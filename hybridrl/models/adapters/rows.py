@@ -18,10 +18,11 @@ from functools import lru_cache
 from math import prod
 
 from hybridrl.errors import UserError
-from hybridrl.models.adapters.lora import ALL_LINEAR, Lora
+from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.family import Family, ModelShape, Row
 
 A, B = "lora_a", "lora_b"
+GROUPED_ADAPTERS = "adapters"  # module with the adapters of a layer that computes several experts
 HF_A, HF_B = "lora_A.weight", "lora_B.weight"
 WEIGHT = ".weight"
 
@@ -56,6 +57,15 @@ def base_of(family: Family) -> Family:
 
 
 @lru_cache(64)
+def without_expert_adapters(family: Family) -> Family:
+    """Returns the family without the adapters of experts."""
+    if family.lora is None or EXPERTS not in family.lora.targets:
+        return family
+    targets = tuple(name for name in family.lora.targets if name != EXPERTS)
+    return adapted(base_of(family), replace(family.lora, targets=targets) if targets else None)
+
+
+@lru_cache(64)
 def only_adapters(family: Family) -> Family:
     """Returns a family whose weight table contains only the adapters' parameters."""
 
@@ -70,6 +80,16 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{A}", f".{B}", f".{HF_A}", f".{HF_B}"))
 
 
+def weight_of(module: str) -> str:
+    """Returns the local name of the weight that an adapter changes.
+
+    Args:
+        module: Local name of the module with the adapter's parameters.
+    """
+    linear, is_grouped, expert = module.rpartition(f".{GROUPED_ADAPTERS}.")
+    return f"{linear}{WEIGHT}{expert}" if is_grouped else module + WEIGHT
+
+
 def modules(row: Row) -> tuple[str, ...]:
     """Returns the HF names of a weight's linear layers, without repetitions.
 
@@ -81,14 +101,19 @@ def modules(row: Row) -> tuple[str, ...]:
 def can_adapt(row: Row) -> bool:
     """Whether a row is the weight of a linear layer that can have an adapter."""
     is_linear = row.stage == "layer" and len(row.shapes[0]) == 2 and ".linear_" in row.megatron
-    return is_linear and row.num_experts == 0 and row.megatron.endswith(WEIGHT)
+    return is_linear and row.megatron.endswith(WEIGHT)
+
+
+def adapts_experts(family: Family, shape: ModelShape) -> bool:
+    """Whether a model's experts have adapters."""
+    return any(is_adapter(row.megatron) and row.num_experts for row in family.rows(shape))
 
 
 def _adapter_rows(family: Family, shape: ModelShape, lora: Lora) -> Iterator[Row]:
     for row in family.rows(shape):
         if not can_adapt(row):
             continue
-        targets = tuple(name for name in modules(row) if _is_target(name, lora))
+        targets = tuple(name for name in modules(row) if _is_target(row, name, lora))
         if not targets:
             continue
         stored = tuple(
@@ -113,13 +138,17 @@ def _adapter_rows(family: Family, shape: ModelShape, lora: Lora) -> Iterator[Row
         )
 
 
-def _is_target(module: str, lora: Lora) -> bool:
+def _is_target(row: Row, module: str, lora: Lora) -> bool:
+    if row.num_experts:
+        return EXPERTS in lora.targets
     return ALL_LINEAR in lora.targets or module.rpartition(".")[2] in lora.targets
 
 
 def target_names(family: Family, shape: ModelShape) -> list[str]:
-    """Returns the names that `lora.targets` may contain for a model, in the order of its layers."""
-    rows = [row for row in family.rows(shape) if can_adapt(row)]
+    """Returns the names of linear layers that `lora.targets` may contain for a model, in the order
+    of its layers; experts are not among them.
+    """
+    rows = [row for row in family.rows(shape) if can_adapt(row) and not row.num_experts]
     return list(dict.fromkeys(name.rpartition(".")[2] for row in rows for name in modules(row)))
 
 
@@ -130,13 +159,15 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
         lora: Settings of the adapters.
         family, shape: Family without adapters, and sizes of the model.
     """
-    known = target_names(family, shape)
+    known = [ALL_LINEAR, *([] if shape.moe is None else [EXPERTS]), *target_names(family, shape)]
     for name in lora.targets:
-        if name == ALL_LINEAR or name in known:
+        if name in known:
             continue
-        close = difflib.get_close_matches(name, [*known, ALL_LINEAR], n=1)
+        close = difflib.get_close_matches(name, known, n=1)
         remedy = f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
-        yield UserError("lora.targets", name, f"{ALL_LINEAR}, {', '.join(known)}", remedy)
+        if name == EXPERTS:
+            remedy = "Remove it: this model has no experts."
+        yield UserError("lora.targets", name, ", ".join(known), remedy)
         return
     for row in family.rows(shape):
         for name in modules(row) if can_adapt(row) else ():
@@ -147,19 +178,27 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
             ]
             least = min(sum(size[0] for size in sizes), sizes[0][1])
             short = name.rpartition(".")[2]
-            if least < shape.head_dim and short not in lora.targets:
+            if least < shape.head_dim and short not in lora.targets and not row.num_experts:
                 # A layer with one output per head, among all linear layers. A larger rank is
                 # redundant there, but PEFT's directories have it.
                 continue
-            if _is_target(name, lora) and lora.rank > least:
+            if _is_target(row, name, lora) and lora.rank > least:
+                short += " in an expert" if row.num_experts else ""
                 allowed = f"1 to {least}, the smaller dimension of {short}"
                 yield UserError("lora.rank", lora.rank, allowed, "Lower lora.rank.")
                 return
 
 
-def num_adapter_parameters(family: Family, shape: ModelShape) -> int:
-    """Returns the number of the adapters' parameters over all layers and ranks."""
+def num_parameters(family: Family, shape: ModelShape) -> int:
+    """Returns the number of parameters of a family over all layers, experts and ranks."""
     return sum(
-        len(row.layers_of(shape)) * sum(prod(row.shapes[index]) for index in row.stored_parts)
-        for row in only_adapters(family).rows(shape)
+        len(row.layers_of(shape))
+        * (row.num_experts or 1)
+        * sum(prod(row.shapes[index]) for index in row.stored_parts)
+        for row in family.rows(shape)
     )
+
+
+def num_adapter_parameters(family: Family, shape: ModelShape) -> int:
+    """Returns the number of the adapters' parameters over all layers, experts and ranks."""
+    return num_parameters(only_adapters(family), shape)

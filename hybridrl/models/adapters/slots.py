@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridrl.errors import UserError
-from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import HF_B, only_adapters
+from hybridrl.models.adapters.lora import EXPERTS, Lora
+from hybridrl.models.adapters.rows import HF_B, adapts_experts, only_adapters
 from hybridrl.models.family import Family, ModelShape
 
 SLOT_A, SLOT_B = "lora_a_stacked", "lora_b_stacked"  # vLLM's names
@@ -92,14 +92,15 @@ def slot_rules(
     targets = [
         part.removesuffix(f".{HF_B}").rpartition(".")[2]
         for row in rows
+        if not row.num_experts
         for part in row.parts
         if part.endswith(HF_B)
     ]
-    if shape.latent is None:
-        return
-    reasons = {COPIED: "engines decode with copies of its weight"}
-    if not shape.latent.query_rank and not adapts_direct_latents:
-        reasons |= dict.fromkeys(DIRECT, "the engine has no slots for them")
+    reasons: dict[str, str] = {}
+    if shape.latent is not None:
+        reasons = {COPIED: "engines decode with copies of its weight"}
+        if not shape.latent.query_rank and not adapts_direct_latents:
+            reasons |= dict.fromkeys(DIRECT, "the engine has no slots for them")
     found = [name for name in dict.fromkeys(targets) if name in reasons]
     if found:
         others = ", ".join(name for name in dict.fromkeys(targets) if name not in reasons)
@@ -108,4 +109,11 @@ def slot_rules(
             ", ".join(family.lora.targets),
             f"targets without {' and '.join(found)}, because {reasons[found[0]]}",
             f"Set lora.targets to others, of {others}; or set rollout.engine=hf.",
+        )
+    if adapts_experts(family, shape):
+        yield UserError(
+            "lora.targets",
+            ", ".join(family.lora.targets),
+            f"targets without {EXPERTS}, for which the engine has no slots",
+            f"Remove {EXPERTS} from lora.targets; or set rollout.engine=hf.",
         )

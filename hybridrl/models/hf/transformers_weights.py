@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
 from hybridrl.models.hf.stored_slices import StoredSlice
 
@@ -105,7 +106,8 @@ def _sliced(
 
 def _expert_rows(family: Family, hf_config: Mapping[str, Any]) -> tuple[Row, Row]:
     """Returns the rows for the gate-and-up and down projections of a family's experts."""
-    rows = {row.kind: row for row in family.rows(family.shape(hf_config)) if row.num_experts}
+    own = base_of(family).rows(family.shape(hf_config))
+    rows = {row.kind: row for row in own if row.num_experts}
     if not {"gate_up", "row"} <= rows.keys():
         raise ModelError(
             "config.json: model_type",

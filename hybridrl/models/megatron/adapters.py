@@ -9,6 +9,10 @@ sum over the ranks (its input is sharded by columns). A rank holds the same rows
 A, as of the weight, and a copy of the other matrix. Only activations of width `rank` are
 communicated. Invariant: an adapter's output is in the same parallel state as the output to which it
 is added.
+
+Experts: expert-parallel ranks hold the adapters of their experts. With expert tensor parallelism,
+the dispatcher gives all ranks of an expert the same tokens and adds up their outputs, so adapters
+communicate no activations. expert_adapters.py adds adapters to layers that compute several experts.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import HF_A, WEIGHT, A, B
-from hybridrl.models.weights import RankLayout, Region
+from hybridrl.models.adapters.rows import GROUPED_ADAPTERS, HF_A, WEIGHT, A, B, weight_of
+from hybridrl.models.boxes import Shape
+from hybridrl.models.megatron.expert_adapters import add_expert_adapter, new_parameter
+from hybridrl.models.weights import EXPERTS, RankLayout, Region
 
 
 def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lora) -> None:
@@ -43,52 +49,69 @@ def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lo
     regions: dict[str, list[Region]] = {}
     for region in layout.regions:
         regions.setdefault(region.local, []).append(region)
+    output_rows = _OutputRows()
     for local in layout.shapes:
         module, _, name = local.rpartition(".")
         if name != B:
             continue
         chunk, _, path = module.partition("/")
         projections = [r.hf.removesuffix(f".{HF_A}") for r in regions[f"{module}.{A}"]]
-        rows, places = _output_rows(regions[f"{module}{WEIGHT}"], projections)
-        linear = chunks[int(chunk)].get_submodule(path)
-        num_columns = layout.shapes[f"{module}.{A}"][1]
-        _adapt(linear, len(projections), num_columns, rows, places, lora)
+        rows, places = output_rows.of(regions[weight_of(module)], projections)
+        shapes = layout.shapes[f"{module}.{A}"], layout.shapes[local]
+        grouped, is_grouped, index = path.rpartition(f".{GROUPED_ADAPTERS}.")
+        linear = chunks[int(chunk)].get_submodule(grouped or path)
+        if is_grouped:
+            add_expert_adapter(linear, int(index), shapes, rows, places, lora)
+        else:
+            _adapt(linear, shapes, rows, places, lora, is_expert=EXPERTS in local)
 
 
-def _output_rows(
-    regions: Sequence[Region], projections: Sequence[str]
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Returns which rows of a layer's output its adapters change.
+class _OutputRows:
+    """Finds which rows of a layer's output its adapters change.
 
-    Args:
-        regions: Regions of the layer's weight.
-        projections: HF names of the projections that have an adapter.
-
-    Returns:
-        Indices of the output rows to which the rows of `lora_b` belong, or None for all rows; and
-        for each row of `lora_b` the index of its projection.
+    Layers with equal rows, such as the experts of a model, share the tensors.
     """
-    rows: list[int] = []
-    places: list[int] = []
-    for region in regions:
-        start, stop = region.local_box[0]
-        name = region.hf.removesuffix(WEIGHT)
-        if name in projections:
-            rows += range(start, stop)
-            places += [projections.index(name)] * (stop - start)
-    num_rows = max(region.local_box[0][1] for region in regions)
-    return None if len(rows) == num_rows else torch.tensor(rows), torch.tensor(places)
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[tuple[int, int, int], ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(
+        self, regions: Sequence[Region], projections: Sequence[str]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the indices of the output rows to which the rows of `lora_b` belong, and for each
+        row of `lora_b` the index of its projection.
+
+        Args:
+            regions: Regions of the layer's weight.
+            projections: HF names of the projections that have an adapter.
+        """
+        named = ((region.hf.removesuffix(WEIGHT), region.local_box[0]) for region in regions)
+        spans = tuple(
+            (*span, projections.index(name)) for name, span in named if name in projections
+        )
+        if spans not in self._found:
+            rows = [row for start, stop, _ in spans for row in range(start, stop)]
+            places = [place for start, stop, place in spans for _ in range(start, stop)]
+            self._found[spans] = torch.tensor(rows), torch.tensor(places)
+        return self._found[spans]
 
 
 def _adapt(
     linear: torch.nn.Module,
-    num_projections: int,
-    num_columns: int,
-    rows: torch.Tensor | None,
+    shapes: tuple[Shape, Shape],
+    rows: torch.Tensor,
     places: torch.Tensor,
     lora: Lora,
+    is_expert: bool,
 ) -> None:
-    """Turns a linear layer into one with adapters."""
+    """Turns a linear layer into one with adapters.
+
+    Args:
+        shapes: Shapes of `lora_a` and `lora_b`.
+        rows, places: See `_OutputRows.of`.
+        is_expert: Whether the layer belongs to an expert, whose group of ranks is `linear.tp_group`
+            as well.
+    """
     weight: Any = linear.weight
     parallel = getattr(linear, "tp_group", None)
     is_parallel = parallel is not None and parallel.size() > 1
@@ -97,25 +120,21 @@ def _adapt(
     linear.__class__ = _with_adapters(type(linear))  # type: ignore[arg-type]  # a class is hashable
     self: Any = linear
     self.lora_rank, self.lora_scale, self.lora_is_on = lora.rank, lora.scale, True
-    self.lora_group = parallel if is_parallel else None
-    self.lora_is_row, self.lora_num_projections = is_row, num_projections
-    num_outputs = weight.size(0)
-    self.lora_rows = (
-        torch.arange(num_outputs) if rows is None else rows  # the layer's output rows
-    ).to(weight.device)
-    self.lora_places = places.to(weight.device)
-    self.lora_is_dense = rows is None and num_projections == 1
-    for name, shape in (
-        (A, (lora.rank * num_projections, num_columns)),
-        (B, (len(places), lora.rank)),
-    ):
-        new = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        linear.register_parameter(name, new)
+    self.lora_group = parallel if is_parallel and not is_expert else None
+    self.lora_is_row, self.lora_num_projections = is_row, shapes[0][0] // lora.rank
+    self.lora_rows, self.lora_places = rows.to(weight.device), places.to(weight.device)
+    self.lora_is_dense = len(rows) == weight.size(0) and self.lora_num_projections == 1
+    for name, shape in zip((A, B), shapes, strict=True):
         is_sharded = is_parallel and (name == A) == is_row
-        set_tensor_model_parallel_attributes(new, is_sharded, 1 if name == A else 0, 1)
-        # Each tensor-parallel rank computes the gradient for its part of the sequence only, so
-        # Megatron sums it over these ranks, as for norms.
-        new.sequence_parallel = not is_sharded  # type: ignore[attr-defined]
+        if is_expert:
+            new = new_parameter(name, shape, weight, None if is_sharded else parallel)
+        else:
+            new = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+            set_tensor_model_parallel_attributes(new, is_sharded, 1 if name == A else 0, 1)
+            # Each tensor-parallel rank computes the gradient for its part of the sequence only, so
+            # Megatron sums it over these ranks, as for norms.
+            new.sequence_parallel = not is_sharded  # type: ignore[attr-defined]
+        linear.register_parameter(name, new)
     if hasattr(linear, "return_layernorm_output"):  # transformer-engine's norm and linear layer
         self.return_layernorm_output = True
 
@@ -216,26 +235,26 @@ def _with_adapters(base: type) -> type:
 def adapted_rows(
     chunks: Sequence[torch.nn.Module],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns, for each adapted linear layer by local name, the output rows to which the rows of
-    its B belong, and the index of the projection of each row.
+    """Returns, for each module with the parameters of an adapter by local name, the output rows to
+    which the rows of its B belong, and the index of the projection of each row.
     """
     return {
         f"{index}/{name}": (part.lora_rows, part.lora_places)
         for index, chunk in enumerate(chunks)
-        for name, part in _named_adapted(chunk)
+        for name, part in _named_with(chunk, "lora_rows")
     }
 
 
-def _named_adapted(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _named_with(chunk: torch.nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
     for name, part in chunk.named_modules():
-        if hasattr(part, "lora_is_on"):
+        if hasattr(part, attribute):
             yield name, part
 
 
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Computes without adapters in this context."""
-    adapted = [part for chunk in chunks for _, part in _named_adapted(chunk)]
+    adapted = [part for chunk in chunks for _, part in _named_with(chunk, "lora_is_on")]
     for part in adapted:
         part.lora_is_on = False
     try:

@@ -29,8 +29,9 @@ from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
+from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
 from hybridrl.rollout.hf.experts import ChosenExperts
-from hybridrl.rollout.hf.linear_adapters import LinearAdapters
+from hybridrl.rollout.hf.linear_adapters import RowAdapters, hold_linear_adapters
 from hybridrl.rollout.hf.slot_cache import LINEAR, SlotCache
 
 # Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
@@ -89,11 +90,17 @@ class HfEngine(QueuedEngine):
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
         self._tensors = checkpoint_tensors(self._model, model_config, family)
-        self._adapters: LinearAdapters | None = None
+        self._adapters: RowAdapters | None = None
+        self._of_adapter: dict[str, dict[str, Tensor]] = {}
         if family is not None and family.lora is not None:
-            shapes = hf_shapes(only_adapters(family), family.shape(model_config))
-            self._adapters = LinearAdapters(self._model, shapes, (POLICY, *adapters))
-            self._tensors |= self._adapters.tensors(POLICY)
+            self._adapters = RowAdapters((POLICY, *adapters))
+            shape = family.shape(model_config)
+            of_experts = hold_expert_adapters(self._model, family, shape, self._adapters)
+            sizes = hf_shapes(only_adapters(family), shape)
+            linears = {n: size for n, size in sizes.items() if n not in of_experts[POLICY]}
+            of_linears = hold_linear_adapters(self._model, linears, self._adapters)
+            self._of_adapter = {name: of_linears[name] | of_experts[name] for name in of_linears}
+            self._tensors |= self._of_adapter[POLICY]
         self._cache = SlotCache(self._model.config)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -123,9 +130,9 @@ class HfEngine(QueuedEngine):
 
     def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
         """Returns an adapter's tensors by HF name. Raises KeyError for an unknown name."""
-        if self._adapters is None or name not in self.adapters:
+        if name not in self._of_adapter:
             raise KeyError(f"the engine has no adapter {name!r}, only {list(self.adapters)}")
-        return self._adapters.tensors(name)
+        return self._of_adapter[name]
 
     # RolloutEngine
 

@@ -11,68 +11,68 @@ from torch import Tensor
 from hybridrl.models.adapters.rows import HF_A, HF_B
 from hybridrl.models.boxes import Shape
 
+Pair = tuple[Tensor, Tensor]
+"""A and B of one adapter. B already contains the scale s, so that layers add B A x."""
 
-class LinearAdapters:
-    """Adapters on a model's linear layers, which are all zero at first.
+
+class RowAdapters:
+    """The adapter of each row of a batch.
+
+    Args:
+        names: Names of all adapters. The first one is used until `use` is called.
+
+    Attributes:
+        of_rows: Name of each row's adapter; None for no adapter. A batch's inputs are its rows'
+            tokens in order, with or without a dimension for the rows.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.of_rows: Sequence[str | None] = names[:1]
+
+    def use(self, names: Sequence[str | None]) -> None:
+        """Selects the adapter of each row of the next forward passes; None selects no adapter."""
+        self.of_rows = names
+
+
+def hold_linear_adapters(
+    model: torch.nn.Module, shapes: Mapping[str, Shape], rows: RowAdapters
+) -> dict[str, dict[str, Tensor]]:
+    """Adds adapters, which are all zero at first, to a model's linear layers.
 
     Args:
         model: Model of transformers.
         shapes: Shape of every adapter tensor by HF name.
-        names: Names of the adapters. The first one is used until `use` is called.
+        rows: Names of the adapters, and the rows' adapters.
+
+    Returns:
+        The tensors of each adapter by HF name.
     """
-
-    def __init__(
-        self, model: torch.nn.Module, shapes: Mapping[str, Shape], names: Sequence[str]
-    ) -> None:
-        self.names = tuple(names)
-        self._tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-        self._rows = _Rows([names[0]])
-        for a_name, shape in shapes.items():
-            if not a_name.endswith(HF_A):
-                continue
-            module = a_name.removesuffix(f".{HF_A}")
-            linear = model.get_submodule(module)
-            weight: Any = linear.weight
-            b_name = f"{module}.{HF_B}"
-            pairs = {}
-            for name, tensors in self._tensors.items():
-                for part, size in ((a_name, shape), (b_name, shapes[b_name])):
-                    tensors[part] = torch.zeros(size, dtype=weight.dtype, device=weight.device)
-                pairs[name] = tensors[a_name], tensors[b_name]
-            linear.register_forward_hook(_Added(pairs, self._rows))
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns an adapter's tensors by HF name. B already contains the scale s, so the layers
-        add B A x.
-        """
-        return self._tensors[name]
-
-    def use(self, names: Sequence[str | None]) -> None:
-        """Selects the adapter of each row of the next forward passes; None selects no adapter."""
-        self._rows.names = names
-
-
-class _Rows:
-    """The name of each row's adapter."""
-
-    def __init__(self, names: Sequence[str | None]) -> None:
-        self.names = names
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in rows.names}
+    for a_name, shape in shapes.items():
+        if not a_name.endswith(HF_A):
+            continue
+        module = a_name.removesuffix(f".{HF_A}")
+        linear = model.get_submodule(module)
+        weight: Any = linear.weight
+        b_name = f"{module}.{HF_B}"
+        pairs = {}
+        for name, tensors in found.items():
+            for part, size in ((a_name, shape), (b_name, shapes[b_name])):
+                tensors[part] = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+            pairs[name] = tensors[a_name], tensors[b_name]
+        linear.register_forward_hook(_Added(pairs, rows))
+    return found
 
 
 class _Added:
-    """Forward hook that adds B A x to a linear layer's output.
+    """Forward hook that adds B A x to a linear layer's output."""
 
-    Args:
-        pairs: A and B of each adapter.
-        rows: The rows' adapters. A batch's inputs are its rows' tokens in order, with or without a
-            dimension for the rows.
-    """
-
-    def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]], rows: _Rows) -> None:
+    def __init__(self, pairs: Mapping[str, Pair], rows: RowAdapters) -> None:
         self._pairs, self._rows = pairs, rows
 
     def __call__(self, _: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        linear, names = torch.nn.functional.linear, self._rows.names
+        linear, names = torch.nn.functional.linear, self._rows.of_rows
         used = list(dict.fromkeys(names))
         if len(used) == 1:
             if used[0] is None:

@@ -12,11 +12,11 @@ from typing import Literal
 
 from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
-from hybridrl.models.adapters.rows import base_of
+from hybridrl.models.adapters.rows import num_parameters
 from hybridrl.models.family import Family
-from hybridrl.models.trainable import synced_family
+from hybridrl.models.trainable import synced_family, unmerged_family
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import holds_adapters
+from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
@@ -84,14 +84,18 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
     family, shape = models[0].family, models[0].shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
     traits = ENGINES[rollout.engine]
-    tp, ep = (rollout.tp, rollout.ep) if traits.has_fused_parameters else (1, 1)
-    base, holds, shared = base_of(family), holds_adapters(rollout.engine, family, shape), 0
-    engine = engine_elements(family if holds else base, shape, tp, ep)
-    synced = engine_elements(synced_family(family, shape, holds), shape, tp, ep)
-    # Merged weights differ from the trainer's frozen weights.
-    can_share = family.lora is None or holds
+    sent, shared = held_family(rollout.engine, family, shape), 0
+    engine, synced = (
+        engine_elements(part, shape, rollout.tp, rollout.ep)
+        if traits.has_fused_parameters
+        else num_parameters(part, shape)
+        for part in (sent, synced_family(family, shape, sent))
+    )
+    can_share = family.lora is None or sent.lora is not None
     if traits.shares_memory and can_share and not train.release_weights_in_rollout:
-        shared = shared_elements(base, shape, layout, tp, ep, not train.fuse_param_gather)
+        same = unmerged_family(family, shape, sent)
+        has_buckets = not train.fuse_param_gather
+        shared = shared_elements(same, shape, layout, rollout.tp, rollout.ep, has_buckets)
     place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
 
     def sizes(model: RoleModel, of: Family) -> Elements:

@@ -18,10 +18,10 @@ from hybridrl.hybrid_engine.planning.expert_maps import Engines, ExpertTensors, 
 from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.order import lay_out, order_layout
 from hybridrl.hybrid_engine.planning.owned import equal_shares
-from hybridrl.models.adapters.rows import base_of, is_adapter
+from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.trainable import synced_family
+from hybridrl.models.trainable import synced_family, unmerged_family
 from hybridrl.models.weights import (
     NOTHING,
     RankLayout,
@@ -31,7 +31,7 @@ from hybridrl.models.weights import (
     megatron_layouts,
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
-from hybridrl.rollout.held_adapters import holds_adapters
+from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.phase_memory import (
     Elements,
@@ -100,8 +100,7 @@ def place_models(
         node: Number of consecutive ranks on one node.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
-    base, holds = base_of(family), holds_adapters(config.rollout.engine, family, shape)
-    sent = family if holds else base
+    base, sent = base_of(family), held_family(config.rollout.engine, family, shape)
     if ENGINES[config.rollout.engine].has_fused_parameters:
         parts = fused_layouts(sent, shape, tp, config.rollout.ep)
     else:
@@ -117,27 +116,21 @@ def place_models(
         sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
     if family is not base:
         whole = megatron_layouts(family, shape, layout)
-        sources = whole if holds else sources
+        sources = sources if sent is base else megatron_layouts(sent, shape, layout)
     world_size = placement.num_ranks
     whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
     takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
     tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
     shared = [0] * world_size
-    if family is base or holds:  # merged weights differ from the trainer's
-        shared = _shared(config, layout, _without_adapters(whole, family, shape), engines.targets)
-    synced = hf_shapes(synced_family(family, shape, holds), shape)
+    if family is base or sent is not base:
+        unmerged = hf_shapes(unmerged_family(family, shape, sent), shape)
+        others = hf_shapes(family, shape).keys() - unmerged.keys()
+        kept = without(whole, others) if others else whole
+        shared = _shared(config, layout, kept, engines.targets)
+    synced = hf_shapes(synced_family(family, shape, sent), shape)
     once = frozenset(hf_shapes(sent, shape)) - synced.keys()
     return Placed(placement, layout, choice, whole, sources, parts, engines, shared, once)
-
-
-def _without_adapters(
-    layouts: list[RankLayout], family: Family, shape: ModelShape
-) -> list[RankLayout]:
-    """Returns the layouts of the weights, which an engine may share; it has its own adapters."""
-    if family.lora is None:
-        return layouts
-    return without(layouts, {name for name in hf_shapes(family, shape) if is_adapter(name)})
 
 
 def _spread(

@@ -31,7 +31,7 @@ from hybridrl.models.trainable import synced_family, trained_summary
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import holds_adapters
+from hybridrl.rollout.held_adapters import held_family, merging_notice
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
@@ -266,17 +266,18 @@ def _lora(
     `roles` says for each other model whether it uses the policy's frozen weights, and the size of
     the weights that it has in addition.
     """
-    policy = roles[0]
-    if (lora := policy.family.lora) is None:
+    family, shape = roles[0].family, roles[0].shape
+    if (lora := family.lora) is None:
         return None
-    holds = holds_adapters(config.rollout.engine, policy.family, policy.shape)
-    synced = hf_shapes(synced_family(policy.family, policy.shape, holds), policy.shape)
+    held = held_family(config.rollout.engine, family, shape)
+    synced = hf_shapes(synced_family(family, shape, held), shape)
     sources, targets = (without(part, synced) for part in (laid.sources, laid.targets))
     once = plan_reshard(sources, targets, itemsize, node)
     return {
         "rank": lora.rank,
-        "adapter_bytes": itemsize * policy.adapter_params,
-        "engine_holds_adapters": holds,
+        "adapter_bytes": itemsize * roles[0].adapter_params,
+        "engine_holds_adapters": held.lora is not None,
+        "merging": merging_notice(config.rollout.engine, family, shape),
         "sync_bytes": itemsize * sum(map(prod, synced.values())),
         "once_receive_bytes": list(once.receive_bytes),
         "roles": {

@@ -117,14 +117,13 @@ def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
     if lora is None:
         return
     adapters, once = traffic(lora["adapter_bytes"]), _range(lora["once_receive_bytes"])
-    if lora["engine_holds_adapters"]:
-        sent = f"each sync sends the adapters, {traffic(lora['sync_bytes'])} per engine"
-    else:
-        sent = (
-            f"each sync sends merged weights, {traffic(lora['sync_bytes'])} per engine, because "
-            "this engine cannot hold the adapters"
-        )
-    yield f"lora     rank {lora['rank']}, {adapters} of adapters; {sent}"
+    sent = "the adapters" if lora["engine_holds_adapters"] else "merged weights"
+    if lora["engine_holds_adapters"] and lora["merging"]:
+        sent = "adapters and merged weights"
+    of_sync = f"each sync sends {sent}, {traffic(lora['sync_bytes'])} per engine"
+    yield f"lora     rank {lora['rank']}, {adapters} of adapters; {of_sync}"
+    if lora["merging"]:
+        yield f"         {lora['merging']}"
     yield f"         other weights are sent once; a rank receives {once} of them"
     for role, found in lora["roles"].items():
         size = traffic(found["own_bytes"])

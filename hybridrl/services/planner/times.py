@@ -18,10 +18,11 @@ from math import ceil
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params, recurrent_flops
+from hybridrl.models.adapters.rows import num_adapter_parameters
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import holds_adapters
+from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
@@ -417,7 +418,7 @@ def step_times(
     generation = reshard = 0.0
     if has_rollouts:
         policy = models[0]
-        holds = holds_adapters(config.rollout.engine, policy.family, policy.shape)
+        sent = held_family(config.rollout.engine, policy.family, policy.shape)
         generation = generation_s(
             config,
             policy.shape,
@@ -426,7 +427,7 @@ def step_times(
             layout.world_size,
             engine_bytes,
             max_requests,
-            policy.adapter_params if holds else 0,
+            num_adapter_parameters(sent, policy.shape) if sent.lora else 0,
         )
         reshard = _reshard_s(assumed, synced_bytes, crossing_bytes)
     offload = 0.0
