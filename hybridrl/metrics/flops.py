@@ -150,7 +150,7 @@ def forward_flops(
         head_size: Number of outputs of the head, 1 for a value head. If None, the vocabulary size.
         prefixes: For each sequence, number of leading tokens that are computed as part of another
             sequence; None if no tokens are shared.
-        adapter_params: Number of parameters of the LoRA adapters that are computed.
+        adapter_params: Number of the LoRA adapters' parameters that each token is multiplied with.
     """
     return sum(_forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params))
 

@@ -29,7 +29,7 @@ from hybridrl.models.adapters.rows import (
     A,
     base_of,
     is_adapter,
-    num_adapter_parameters,
+    num_active_adapter_parameters,
     only_adapters,
     weight_of,
 )
@@ -550,8 +550,9 @@ class ParallelModel:
 
     @property
     def adapter_params(self) -> int:
-        """Number of the adapters' parameters over all ranks."""
-        return num_adapter_parameters(self.source.family, self.source.shape) if self.lora else 0
+        """Number of the adapters' parameters that each token is multiplied with, over all ranks."""
+        source = self.source
+        return num_active_adapter_parameters(source.family, source.shape) if self.lora else 0
 
     @property
     def base(self) -> BaseReference | None:

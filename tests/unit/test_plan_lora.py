@@ -159,6 +159,13 @@ def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_fo
     held = plan(*MIXTURE, "train.ep=4", engine="hf", world=4)
     assert held["lora"]["sync_bytes"] == held["lora"]["adapter_bytes"] == lora["adapter_bytes"]
     assert held["lora"]["merging"] is None
+    config = config_of(*MIXTURE)
+    models, _ = planned_models(config)
+    assert models is not None
+    known = read_model(None, read_model_config(config.model))
+    policy = role_models(config, models, *known)[0]
+    assert policy.adapter_params == OF_EXPERTS + OF_ATTENTION
+    assert policy.active_adapter_params == OF_EXPERTS * 8 // 128 + OF_ATTENTION  # 8 a token
     only = plan(*MIXTURE, alone, "train.ep=4", world=4)
     assert only["lora"]["adapter_bytes"] == 2 * OF_EXPERTS
     assert only["lora"]["sync_bytes"] == merged

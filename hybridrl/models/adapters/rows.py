@@ -199,6 +199,18 @@ def num_parameters(family: Family, shape: ModelShape) -> int:
     )
 
 
+def num_active_adapter_parameters(family: Family, shape: ModelShape) -> int:
+    """Returns the number of the adapters' parameters that each token is multiplied with: those of
+    the token's experts, and all others.
+    """
+    per_token = 1 if shape.moe is None else shape.moe.experts_per_token
+    rows = tuple(
+        replace(row, num_experts=per_token) if row.num_experts else row
+        for row in only_adapters(family).rows(shape)
+    )
+    return num_parameters(replace(family, rows=lambda _: rows), shape)
+
+
 def num_adapter_parameters(family: Family, shape: ModelShape) -> int:
     """Returns the number of the adapters' parameters over all layers, experts and ranks."""
     return num_parameters(only_adapters(family), shape)

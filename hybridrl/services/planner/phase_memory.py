@@ -18,7 +18,11 @@ from hybridrl.config.roles import RunModels
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
-from hybridrl.models.adapters.rows import adapted, num_adapter_parameters
+from hybridrl.models.adapters.rows import (
+    adapted,
+    num_active_adapter_parameters,
+    num_adapter_parameters,
+)
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.trainable import BackwardShares, backward_shares, only_parts, trained_family
@@ -152,6 +156,11 @@ class RoleModel:
     def adapter_params(self) -> int:
         """Number of the adapters' parameters."""
         return num_adapter_parameters(self.family, self.shape) if self.family.lora else 0
+
+    @property
+    def active_adapter_params(self) -> int:
+        """Number of the adapters' parameters that each token is multiplied with."""
+        return num_active_adapter_parameters(self.family, self.shape) if self.family.lora else 0
 
     @property
     def trained_family(self) -> Family:

@@ -18,7 +18,7 @@ from math import ceil
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params, recurrent_flops
-from hybridrl.models.adapters.rows import num_adapter_parameters
+from hybridrl.models.adapters.rows import num_active_adapter_parameters
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
@@ -169,7 +169,7 @@ class PassTimes:
         layout: Training layout.
         assumed: Cluster.
         head_size: Number of the head's outputs.
-        adapter_params: Number of the LoRA adapters' parameters.
+        adapter_params: Number of the LoRA adapters' parameters that each token is multiplied with.
     """
 
     shape: ModelShape
@@ -331,7 +331,8 @@ def generation_s(
     """Predicts the time of generation, in which each decoding step reads weights and cache once.
 
     Args:
-        adapter_params: Number of the parameters of adapters that the engine holds.
+        adapter_params: Number of the parameters of adapters that the engine holds and multiplies
+            each token with.
         num_ranks: Number of ranks with engines.
         engine_bytes: Size of the engine weights on a rank.
         max_requests: Number of requests that a replica decodes concurrently; None for
@@ -407,7 +408,7 @@ def step_times(
     has_rollouts = _has_rollouts(config)
     for model in models:
         outputs = model.shape.vocab_size if model.head == "lm" else 1
-        passes = PassTimes(model.shape, layout, assumed, outputs, model.adapter_params)
+        passes = PassTimes(model.shape, layout, assumed, outputs, model.active_adapter_params)
         if not model.is_trained:
             scoring += updates * passes.forward_s(found)
             continue
@@ -427,7 +428,7 @@ def step_times(
             layout.world_size,
             engine_bytes,
             max_requests,
-            num_adapter_parameters(sent, policy.shape) if sent.lora else 0,
+            num_active_adapter_parameters(sent, policy.shape) if sent.lora else 0,
         )
         reshard = _reshard_s(assumed, synced_bytes, crossing_bytes)
     offload = 0.0
