@@ -101,7 +101,8 @@ def modules(row: Row) -> tuple[str, ...]:
 def can_adapt(row: Row) -> bool:
     """Whether a row is the weight of a linear layer that can have an adapter."""
     is_linear = row.stage == "layer" and len(row.shapes[0]) == 2 and ".linear_" in row.megatron
-    return is_linear and row.megatron.endswith(WEIGHT)
+    # GPT-OSS stores its experts in one tensor, whose slices have no names for PEFT.
+    return is_linear and all(name.endswith(WEIGHT) for name in (row.megatron, *row.parts))
 
 
 def adapts_experts(family: Family, shape: ModelShape) -> bool:
@@ -159,14 +160,19 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
         lora: Settings of the adapters.
         family, shape: Family without adapters, and sizes of the model.
     """
-    known = [ALL_LINEAR, *([] if shape.moe is None else [EXPERTS]), *target_names(family, shape)]
+    has_experts = any(row.num_experts for row in family.rows(shape) if can_adapt(row))
+    known = [ALL_LINEAR, *([EXPERTS] if has_experts else []), *target_names(family, shape)]
     for name in lora.targets:
         if name in known:
             continue
         close = difflib.get_close_matches(name, known, n=1)
         remedy = f"Did you mean {close[0]!r}?" if close else "Correct the name, or remove it."
         if name == EXPERTS:
-            remedy = "Remove it: this model has no experts."
+            remedy = "Remove it: " + (
+                "this model has no experts."
+                if shape.moe is None
+                else f"experts of family {family.name} cannot have adapters."
+            )
         yield UserError("lora.targets", name, ", ".join(known), remedy)
         return
     for row in family.rows(shape):
