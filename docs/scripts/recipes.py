@@ -64,8 +64,8 @@ fastest that `hybridrl plan --search` found for nodes of 8 H100 80 GB. The
 remaining ranks are data-parallel.
 
 Rows with LoRA train adapters of rank 32 on all linear layers, and keep the model's weights as they are. Experts have no
-adapters yet, so that 235B-A22B trains only attention. The row with H200 is for GPUs of that type. These recipes were
-planned, but never run.
+adapters in them, because vLLM would receive merged experts in 16 bits ([LoRA](guides/lora.md#generation)), so that
+235B-A22B trains only attention. The row with H200 is for GPUs of that type. These recipes were planned, but never run.
 
 Memory of the fullest GPU and step times are **predicted, not measured**, for the longest responses (2,048 tokens).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from adapter_cases import canonical, with_layers, write_tensors
 from engine_cases import LOGP_TOLERANCE, expected_logps, make_requests
 from peft import PeftModel
-from tiny_models import tiny_model
+from tiny_models import WITH_EXPERTS, tiny_model
 from torch import Tensor
 
 from hybridrl.models.adapters.base_reference import BaseReference
@@ -18,6 +19,7 @@ from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import HF_B, A, B, adapted, only_adapters, target_names
+from hybridrl.models.adapters.slots import POLICY
 from hybridrl.models.family import Family, ModelShape, resolve_family
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.megatron.expert_adapters import add_expert_adapter
@@ -37,12 +39,17 @@ def family_of(model: Any, lora: Lora) -> tuple[dict[str, Any], Family, ModelShap
     return config, adapted(plain, lora), plain.shape(config)
 
 
-def drawn(family: Family, shape: ModelShape) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
+def drawn(family: Family, shape: ModelShape, seed: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.2 * torch.randn(size, generator=generator)
         for name, size in hf_shapes(only_adapters(family), shape).items()
     }
+
+
+def scaled(adapter: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an adapter as engines hold it: B with its scale."""
+    return {n: one * (LORA.scale if n.endswith(HF_B) else 1) for n, one in adapter.items()}
 
 
 def oracle(model: Any, family: Family, shape: ModelShape, tensors: dict[str, Tensor]) -> Any:
@@ -74,22 +81,42 @@ def test_peft_computes_the_same_with_the_written_directory(name: str, tmp_path: 
     check_peft(adapter, hf_shapes(only_adapters(family), shape))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_hf_engine_holds_adapters_of_experts(name: str) -> None:
-    model = tiny_model(name).eval()
-    config, family, shape = family_of(model, LORA)
-    tensors = drawn(family, shape)
-    sent = {name: one.clone() for name, one in checkpoint_tensors(model, config).items()}
-    sent |= {n: one * (LORA.scale if n.endswith(HF_B) else 1) for n, one in tensors.items()}
-    wrapped = oracle(model, family, shape, tensors)
-    engine = HfEngine(config, family=family)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("qwen3_moe", "deepseek_v3") else pytest.mark.full)
+        for name in WITH_EXPERTS
+        if name != "gpt_oss"
+    ],
+)
+def test_hf_engine_computes_each_request_with_its_own_adapters_on_experts(name: str) -> None:
+    """The policy, another adapter and the model without adapters, in one batch."""
+    config, family, shape = family_of(tiny_model(name), LORA)
+    engine = HfEngine(config, family=family, adapters=("other",))
+    base = checkpoint_tensors(tiny_model(name), config)
+    adapters = {POLICY: drawn(family, shape), "other": drawn(family, shape, seed=4)}
+    sent = {key: one.detach().clone() for key, one in base.items()} | scaled(adapters[POLICY])
     assert set(engine.tensors()) == set(sent)
     write_tensors(engine, sent, 0)
-    requests, worst = make_requests(4, GREEDY), 0.0
-    for request, done in zip(requests, generate(engine, requests), strict=True):
-        expected = expected_logps(wrapped, request, done)
-        worst = max(worst, float((expected - torch.tensor(done.logps)).abs().max()))
-    assert worst < LOGP_TOLERANCE
+    own = engine.adapter_tensors("other")
+    assert own.keys() == adapters["other"].keys()
+    for key, one in scaled(adapters["other"]).items():
+        own[key].copy_(one)
+    models = {
+        key: oracle(tiny_model(name).eval(), family, shape, one) for key, one in adapters.items()
+    }
+    models[None] = tiny_model(name).eval()
+    requests = [
+        replace(request, request_id=f"{request.request_id}-{adapter}", adapter=adapter)
+        for request in make_requests(3, GREEDY)
+        for adapter in models
+    ]
+    found = {done.request_id: done for done in generate(engine, requests)}
+    for request in requests:
+        done = found[request.request_id]
+        for key, model in models.items():
+            off = expected_logps(model, request, done) - torch.tensor(done.logps)
+            assert (float(off.abs().max()) < LOGP_TOLERANCE) == (key == request.adapter)
 
 
 class Grouped(torch.nn.Module):

@@ -157,7 +157,9 @@ def test_ranks_cannot_read_merged_weights_in_each_others_memory() -> None:
     partly = adapted(plain, Lora(8, 1.0, ("o_proj", "experts")))
     (error,) = merged_transport_rules(peer, partly, shape)
     assert "experts, for which the engine has no slots" in str(error)
-    assert not list(merged_transport_rules(RolloutConfig(transport="peer", engine="hf"), partly, shape))
+    assert not list(
+        merged_transport_rules(RolloutConfig(transport="peer", engine="hf"), partly, shape)
+    )
     some = adapted(plain, Lora(8, 1.0, ("o_proj",)))
     assert not list(merged_transport_rules(peer, some, shape))
     assert not list(merged_transport_rules(peer, plain, shape))
