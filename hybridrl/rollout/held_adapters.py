@@ -1,7 +1,7 @@
 """Rules for LoRA adapters in engines: which ones an engine holds next to the weights. No torch.
 
 An engine holds all adapters, or all except those of experts, or none. It receives weights into
-which the others are merged.
+which the others are merged, so requests for other adapters need an engine that holds all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """One rank of the test of LoRA adapters between training layouts and engines: real Megatron, real
 engines, gloo; PEFT on transformers' model is the oracle.
 
-lora_pairs_worker.py FOLDER ENGINE PAIR...   each pair is "tp,pp,cp>rollout_tp[,peer]"
+lora_pairs_worker.py FOLDER MODEL ENGINE PAIR...
+    each pair is "tp,pp,cp,ep>rollout_tp,rollout_ep[,peer]"
 
+FOLDER/base is the model MODEL of engine_cases.py, and FOLDER/peft an adapter on it.
 In every pair, 20 updates of the adapters are sent, with a training phase between them, and each is
 verified by checksum. After the last one, the engine's greedy responses must be PEFT's.
 """
@@ -16,52 +18,62 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_cases import draw_adapter, part, with_adapter
+from adapter_cases import canonical, part, with_layers
 from engine_cases import ALL_MODELS, full_logits, make_reference, make_requests
-from lora_worker import ALPHA, RANK, make
+from lora_worker import make
 from packaged import engine_class
 from torch import Tensor
 
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.transports.peer import PeerTransport
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.adapters.lora import Lora
-from hybridrl.models.adapters.rows import target_names
+from hybridrl.models.adapters.lora import EXPERTS
+from hybridrl.models.adapters.rows import HF_A, target_names
 from hybridrl.models.adapters.slots import is_slot
-from hybridrl.models.family import resolve_family
+from hybridrl.models.family import Family
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights
 
-MODEL, UPDATES = "vllm-qwen2-tied", 20
+UPDATES = 20
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 LOGP_TOLERANCE = 1e-4  # float32 sums in another order, over three layers
 
 
-def start(engine: str, model: ParallelModel, tp: int, shard: Any) -> Any:
-    config, family = dict(ALL_MODELS[MODEL]), model.source.family
+def start(
+    name: str, engine: str, model: ParallelModel, held: Family, sizes: tuple[int, int], shard: Any
+) -> Any:
+    """Starts an engine of `sizes`, tp and ep, for the model `name`."""
+    config, (tp, ep) = dict(ALL_MODELS[name]), sizes
     if engine == "hf":
-        return HfEngine(config, "float32", "cpu", 8, family)
+        return HfEngine(config, "float32", "cpu", 8, held)
     settings = EngineSettings(
-        family.for_engines(config), family.architectures, "float32", 8, 64, kv_cache_bytes=4 << 20
+        held.for_engines(config),
+        held.architectures,
+        "float32",
+        8,
+        64,
+        kv_cache_bytes=4 << 20,
+        ep=ep,
     )
     layout = RolloutLayout.consecutive(model.world.size, tp)
-    return engine_class(engine)(settings, family, layout, model.world.rank, shard=shard)
+    return engine_class(engine)(settings, held, layout, model.world.rank, shard=shard)
 
 
-def write_model(model: ParallelModel, peft: Any) -> None:
-    """Writes PEFT's adapter into this rank's part of the trainer's."""
-    own = model.adapter_weights()
-    whole = {
-        name.removeprefix("base_model.model.").replace(".default", ""): tensor.detach()
-        for name, tensor in peft.named_parameters()
-    }
+def draw(peft: Any, model: ParallelModel, seed: int) -> None:
+    """Replaces PEFT's adapter by another random one, also in this rank's part of the trainer's."""
+    own, generator = model.adapter_weights(), torch.Generator().manual_seed(seed)
+    whole = canonical(peft, model.source.family, model.source.shape)
+    for name, tensor in whole.items():
+        scale = 0.6 * tensor.shape[-1] ** -0.5 if name.endswith(HF_A) else 0.3
+        tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
     with torch.no_grad():
         for region in model.adapter_layout().regions:
             part(own[region.local], region.local_box).copy_(part(whole[region.hf], region.hf_box))
@@ -79,16 +91,25 @@ def worst_logp(engine: Any, peft: Any) -> float:
     return worst
 
 
-def check_pair(folder: Path, engine_name: str, layout: TrainLayout, tp: int, is_peer: bool) -> str:
-    lora = Lora(RANK, ALPHA)
-    plain = resolve_family(None, ALL_MODELS[MODEL])
-    targets = target_names(plain, plain.shape(ALL_MODELS[MODEL]))
-    peft = with_adapter(make_reference(MODEL), lora, targets, 0)
+def check_pair(
+    folder: Path,
+    name: str,
+    engine_name: str,
+    layout: TrainLayout,
+    sizes: tuple[int, int],
+    is_peer: bool,
+) -> str:
     with torch.enable_grad():
         model = make(folder / "base", folder / "peft", layout, "none")
         model.make_trainable(1e-3, PeerWeights(model.world) if is_peer else None)
-    source = model.weight_source(model.source.family)
-    engine = start(engine_name, model, tp, source.shard)
+    family, shape = model.source.family, model.source.shape
+    known = target_names(family, shape)
+    has_experts = EXPERTS in family.lora.targets
+    targets = [one for one in known if one in family.lora.targets]
+    peft = with_layers(make_reference(name), family.lora, targets, has_experts).eval()
+    held = held_family(engine_name, family, shape)
+    source = model.weight_source(held)
+    engine = start(name, engine_name, model, held, sizes, source.shard)
     hybrid = HybridEngine(
         source,
         engine,
@@ -100,8 +121,7 @@ def check_pair(folder: Path, engine_name: str, layout: TrainLayout, tp: int, is_
     )
     first = later = 0
     for version in range(UPDATES + 1):
-        draw_adapter(peft, version)
-        write_model(model, peft)
+        draw(peft, model, version)
         sent = hybrid.to_rollout().total_planned_bytes
         first, later = (sent, later) if version == 0 else (first, sent)
         if version < UPDATES:
@@ -123,23 +143,20 @@ def check_pair(folder: Path, engine_name: str, layout: TrainLayout, tp: int, is_
 
 
 def check_faults(hybrid: HybridEngine, engine: Any) -> None:
-    """Faults behind the transport's back, on the last rank's engine, are found on every rank."""
+    """Faults behind the transport's back, on the last rank's engine, are found on every rank.
+
+    B of gate and up are swapped, or B of keys and values if vLLM has no slots for gate and up.
+    """
     tensors: Mapping[str, Tensor] = engine.tensors()
     names = [name for name in tensors if "lora" in name]
+    is_hf, has_dense = engine.name == "hf", "gate_up_proj" in str(names)
+    fused, places = ("gate_up_proj", (0, 1)) if has_dense else ("qkv_proj", (1, 2))
+    alike = [(fused, f"lora_b_stacked.{place}") for place in places]
+    if is_hf:
+        alike = [("gate_proj", "lora_B"), ("up_proj", "lora_B")]
     gate, up, row = (
-        (
-            next(name for name in names if all(one in name for one in parts))
-            for parts in (("gate", "lora_B"), ("up_proj", "lora_B"), ("o_proj", "lora_A"))
-        )
-        if engine.name == "hf"
-        else (
-            next(name for name in names if all(one in name for one in parts))
-            for parts in (
-                ("gate_up_proj", "lora_b_stacked.0"),
-                ("gate_up_proj", "lora_b_stacked.1"),
-                ("o_proj", "lora_a_stacked.0"),
-            )
-        )
+        next(name for name in names if all(one in name for one in parts))
+        for parts in (*alike, ("o_proj", "lora_A" if is_hf else "lora_a_stacked.0"))
     )
 
     def swap() -> None:
@@ -175,15 +192,17 @@ def main() -> None:
     start_process_group(platform, 300)
     platform.seed(1)
     torch.set_grad_enabled(False)
-    folder, engine, world = Path(sys.argv[1]), sys.argv[2], World(platform, 300)
-    for pair in sys.argv[3:]:
-        sizes, _, rest = pair.partition(">")
-        tp, pp, cp = map(int, sizes.split(","))
-        rollout_tp, _, transport = rest.partition(",")
-        layout = TrainLayout(world.size, tp=tp, pp=pp, cp=cp)
-        found = check_pair(folder, engine, layout, int(rollout_tp), transport == "peer")
+    root, name, engine, *pairs = sys.argv[1:]
+    world = World(platform, 300)
+    for pair in pairs:
+        train, _, rollout = pair.partition(">")
+        tp, pp, cp, ep = map(int, train.split(","))
+        rollout_tp, rollout_ep, *transport = rollout.split(",")
+        layout = TrainLayout(world.size, tp=tp, pp=pp, cp=cp, ep=ep)
+        sizes = int(rollout_tp), int(rollout_ep)
+        found = check_pair(Path(root), name, engine, layout, sizes, transport == ["peer"])
         if world.rank == 0:
-            print(f"PAIR {engine} {world.size} ranks, {pair}: {found}", flush=True)
+            print(f"PAIR {engine} {name} {world.size} ranks, {pair}: {found}", flush=True)
 
 
 if __name__ == "__main__":
