@@ -214,7 +214,7 @@ class Roles:
         value = value_update = 0
         if self.critic is not None:
             critic = self.critic.model
-            adapters = critic.adapter_params
+            adapters = critic.active_adapter_params
             shared = critic.planner.shared_tokens(batch, is_lookup=True)
             value = forward_flops(shape, lengths, responses, 1, shared, adapters)
             shared = critic.planner.shared_tokens(batch)
@@ -258,7 +258,8 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
     shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
     lookups = 0
     if batch.old_logp_T is not None:
-        lookups += forward_flops(shape, lengths, responses, None, shared, policy.adapter_params)
+        adapters = policy.active_adapter_params
+        lookups += forward_flops(shape, lengths, responses, None, shared, adapters)
     if batch.reference_logp_T is not None:  # without adapters
         lookups += forward_flops(shape, lengths, responses, prefixes=shared)
     return lookups, _update_flops(policy, batch, policy.planner.shared_tokens(batch))
@@ -272,7 +273,7 @@ def _update_flops(
     """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
-    shape, adapters = policy.source.shape, policy.adapter_params
+    shape, adapters = policy.source.shape, policy.active_adapter_params
     return train_flops(shape, lengths, responses, None, shared, backward, adapters)
 
 

@@ -549,7 +549,7 @@ class ParallelModel:
         return self.source.family.lora
 
     @property
-    def adapter_params(self) -> int:
+    def active_adapter_params(self) -> int:
         """Number of the adapters' parameters that each token is multiplied with, over all ranks."""
         source = self.source
         return num_active_adapter_parameters(source.family, source.shape) if self.lora else 0

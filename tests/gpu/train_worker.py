@@ -2,6 +2,7 @@
 
 train_worker.py reference FOLDER              one process, fp32, torch's layers: gradients to FOLDER
 train_worker.py compare FOLDER LAYOUT...      bf16, `train.layers=auto`, each against the reference
+The environment variable MODELS, e.g. qwen2,qwen2+lora, restricts both to these models.
 
 A layout is what parallel.layout takes, as in tp2dp2; the rest of the world is data parallel. One
 that deals or cuts experts (tp2ep2, tp2etp2) is for models with experts alone. What a layout's
@@ -14,6 +15,7 @@ prompts (`share_prompts`), and a checkpoint of torch's layers is loaded into the
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +34,7 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
 from hybridrl.models.adapters.base_reference import BaseReference
-from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.adapters.rows import adapted, is_adapter
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
@@ -101,7 +103,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS |= {f"{name}+lora": MODELS[name] for name in ("qwen2", "deepseek_v3")}
+MODELS |= {f"{name}+experts": MODELS[name] for name in ("qwen3_moe", "deepseek_v3")}
 LORA = Lora(rank=16, alpha=32.0)
+LORAS = {"": None, "lora": LORA, "experts": replace(LORA, targets=(ALL_LINEAR, EXPERTS))}
 SMALL = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
 SMALL_LATENT = SMALL | {"head_dim": 64, "num_key_value_heads": 4, "q_lora_rank": 64}
 
@@ -144,10 +148,10 @@ class Run:
     def __init__(self, name: str, mesh: Mesh, dtype: torch.dtype, **train: Any) -> None:
         small = SMALL_LATENT if name.startswith("deepseek_v3") else SMALL
         config = MODELS[name] | (small if mesh.platform.is_cpu else {})
-        name, _, lora = name.partition("+")
+        name, _, targets = name.partition("+")
         if name == "qwen2":
             config = {key: value for key, value in config.items() if key != "head_dim"}
-        family = adapted(resolve_family(name, config), LORA if lora else None)
+        family = adapted(resolve_family(name, config), LORAS[targets])
         base = BaseReference(None, "the checks' model", 7, "")
         source = ModelSource(family, config, dtype, name, Path("."), base=base)
         mesh.platform.seed(1)
@@ -361,7 +365,7 @@ def main() -> None:
     taken, world_size = group_bytes(platform), torch.distributed.get_world_size()
     # The reference is in fp32 proper, not in TF32.
     torch.backends.cuda.matmul.allow_tf32 = False
-    for name in MODELS:
+    for name in os.environ.get("MODELS", ",".join(MODELS)).split(","):
         if mode == "reference":
             write_reference(platform, name, folder)
         elif layouts == ["alone"]:
