@@ -47,6 +47,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -133,6 +135,32 @@ HYBRID = {
         "mrope_interleaved": True,
     },
 }
+# Features are added after the layers of the first of two stages.
+WITH_IMAGES = {
+    "image_token_id": 190,
+    "video_token_id": 191,
+    "vision_start_token_id": 192,
+    "vision_end_token_id": 193,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "mrope_section": [4, 4, 4],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 2],
+    },
+}
 # What vLLM's kernels have on CPU.
 WIDE_HYBRID = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
@@ -203,12 +231,12 @@ def tiny_model(
     size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
-    positions), qwen3_5_text (gated delta nets and gated attention), qwen3_moe (with `dense_layers`
-    among those with experts), mixtral, qwen2_moe (biases, a shared expert with its gate), olmoe
-    (norms of queries and keys over all heads), glm4_moe (a part of each head turns, a dense first
-    layer, a shared expert), deepseek_v3 (latent attention, scaled rope, a dense first layer,
-    experts in groups), or gpt_oss (sinks, windows in turn, experts with biases and a clamped
-    activation that bends).
+    positions), qwen3_vl (a vision tower), qwen3_5_text (gated delta nets and gated attention),
+    qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe (biases, a shared
+    expert with its gate), olmoe (norms of queries and keys over all heads), glm4_moe (a part of
+    each head turns, a dense first layer, a shared expert), deepseek_v3 (latent attention, scaled
+    rope, a dense first layer, experts in groups), or gpt_oss (sinks, windows in turn, experts with
+    biases and a clamped activation that bends).
 
     Every weight is random, norms and biases too, so that a swap of any two shows.
     """
@@ -280,6 +308,13 @@ def tiny_model(
     elif name == "qwen3_5_text":
         own = copy.deepcopy(HYBRID) | (WIDE_HYBRID if wide else {})
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **own))
+    elif name == "qwen3_vl":
+        own = copy.deepcopy(WITH_IMAGES) | {"text_config": sizes | WITH_IMAGES["text_config"]}
+        if wide:
+            rope = WITH_IMAGES["text_config"]["rope_parameters"] | {"mrope_section": [12, 10, 10]}
+            own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
+        own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:

@@ -192,7 +192,7 @@ def identity(config: Config) -> dict[str, Any]:
         },
         "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
-        "train": {"freeze": list(config.train.freeze)},
+        "train": {"freeze": list(config.train.freeze or ())},
     }
     if config.lora.is_on:  # absent from runs of earlier versions
         known["lora"] = config.lora.model_dump(mode="json")

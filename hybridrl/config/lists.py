@@ -82,3 +82,8 @@ def _as_texts(value: object) -> object:
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
 """A text or a list of texts."""
+OptionalTexts = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(lambda value: None if value is None else _as_texts(value)),
+]
+"""A text or a list of texts, or null."""

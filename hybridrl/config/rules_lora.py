@@ -35,7 +35,7 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
             "Remove placement.reference.",
         )
     off: dict[str, object] = {
-        "train.freeze": ", ".join(train.freeze),
+        "train.freeze": ", ".join(train.freeze or ()),
         "train.fuse_param_gather": train.fuse_param_gather,
         "train.release_weights_in_rollout": train.release_weights_in_rollout,
         "train.moe.bias_update_rate": train.moe.bias_update_rate,

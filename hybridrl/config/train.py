@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hybridrl.config.lists import Texts
+from hybridrl.config.lists import OptionalTexts
 from hybridrl.config.section import Section
 
 
@@ -64,8 +64,8 @@ class TrainConfig(Section):
     """Maximum global gradient norm; 0 disables clipping. The default, 1, limits the effect of rare reward spikes."""
     max_skipped_steps: int = Field(3, ge=1)
     """The run ends after this many consecutive optimizer steps were skipped because the loss or gradient was not finite. The default, 3, tolerates a bad batch but stops a broken run."""
-    freeze: Texts = ()
-    """Parts of the model that are not trained: embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns for HF parameter names such as model.layers.*.mlp.*. Frozen parts have no gradients and no optimizer state; a critic's value head is always trained. By default all parts are trained."""
+    freeze: OptionalTexts = None
+    """Parts of the model that are not trained: vision, embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns for HF parameter names such as model.layers.*.mlp.*. Frozen parts have no gradients and no optimizer state; a critic's value head is always trained. By default all parts are trained except a vision tower, because RL on images rarely needs to change it; [] trains the tower too."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     """Implementation of the decoder layers. The default, 'auto', uses transformer-engine if it works, because its layers are faster."""
     delta_rule: Literal["auto", "torch", "fla"] = "auto"

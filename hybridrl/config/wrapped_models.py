@@ -1,8 +1,9 @@
 """Reads the text part of multimodal models, whose config.json nests it in `text_config`.
 
-hybridrl trains the text part: everything after this module sees a text model's config.json, which
-keeps the file's content under `WRAPPER`. Exports restore the file, and the prefix of the tensors'
-names. Pure data, no torch.
+Everything after this module sees the sizes of the text part at the top level of config.json, as in
+a text model, and the file's content under `WRAPPER`. Exports restore the file. For some models,
+hybridrl trains the text part alone; exports then also restore the prefix of the tensors' names.
+Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from hybridrl.errors import MISSING, ModelError
 # Key that contains the original config.json. Keys that start with "_" have no effect elsewhere.
 WRAPPER, TEXT = "_wrapper", "text_config"
 PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
+VISUAL = "model.visual."  # prefix of a vision tower's tensors
 # Keys of the wrapper that also describe the text part.
+_NOT_OF_TEXT = ("dtype", "torch_dtype", "model_type")
 COMMON = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version")
 
 
@@ -25,15 +28,25 @@ class TextPart:
     """Names of the text part of a kind of multimodal model.
 
     Args:
-        model_type, architecture: The text model's entries in config.json.
+        model_type, architecture: Entries of config.json with which the model is read.
+        text_type: `model_type` of the text part in the file.
     """
 
     model_type: str
     architecture: str
+    text_type: str
+
+    @property
+    def has_images(self) -> bool:
+        """Whether hybridrl trains the model with images, rather than its text part alone."""
+        return self.model_type != self.text_type
 
 
 # By the wrapper's model_type.
-WRAPPED: Mapping[str, TextPart] = {"qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM")}
+WRAPPED: Mapping[str, TextPart] = {
+    "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_vl": TextPart("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+}
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +62,8 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
     nested = content.get(TEXT)
     if not isinstance(nested, dict):
         raise _fault(TEXT, MISSING if nested is None else nested, "the text model's sizes")
-    if nested.get("model_type", part.model_type) != part.model_type:
-        raise _fault(f"{TEXT}.model_type", nested["model_type"], part.model_type)
+    if nested.get("model_type", part.text_type) != part.text_type:
+        raise _fault(f"{TEXT}.model_type", nested["model_type"], part.text_type)
     common = {key: content[key] for key in COMMON if content.get(key) is not None}
     ties = {one["tie_word_embeddings"] for one in (common, nested) if "tie_word_embeddings" in one}
     if len(ties) > 1:
@@ -73,13 +86,29 @@ def without_wrapper(content: Mapping[str, Any]) -> dict[str, Any]:
 def wrapped(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the multimodal model's config.json with this text part, without its data type."""
     original = content[WRAPPER]
-    kept = [key for key in original[TEXT] if key in content and key not in ("dtype", "torch_dtype")]
-    return {**original, TEXT: {key: content[key] for key in kept}}
+    kept = [key for key in original[TEXT] if key in content and key not in _NOT_OF_TEXT]
+    part = WRAPPED[original["model_type"]]
+    text = {key: content[key] for key in kept}
+    return {**original, TEXT: {**text, "model_type": part.text_type}}
+
+
+def has_images(content: Mapping[str, Any]) -> bool:
+    """Whether hybridrl trains the model of a config.json with images."""
+    return WRAPPER in content and WRAPPED[content[WRAPPER]["model_type"]].has_images
 
 
 def wrapped_name(name: str) -> str:
-    """Returns the name of a text model's tensor in a multimodal model's files."""
-    return f"{WRAPPED_PREFIX}{name.removeprefix(PREFIX)}" if name.startswith(PREFIX) else name
+    """Returns the name of a tensor of the text part, or of a vision tower, in a multimodal model's
+    files.
+    """
+    is_renamed = name.startswith(PREFIX) and not name.startswith(VISUAL)
+    return f"{WRAPPED_PREFIX}{name.removeprefix(PREFIX)}" if is_renamed else name
+
+
+def text_name(name: str) -> str:
+    """Returns the name in a weight table of a tensor that a multimodal model names so."""
+    is_renamed = name.startswith(WRAPPED_PREFIX)
+    return f"{PREFIX}{name.removeprefix(WRAPPED_PREFIX)}" if is_renamed else name
 
 
 def _fault(key: str, value: object, allowed: str) -> ModelError:

@@ -18,15 +18,15 @@ from hybridrl.contracts.checks import BatchError, Producer
 
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A tensor that is read only by the model's forward call.
+    """A value that is read only by the model's forward call.
 
     Args:
-        value: The tensor.
+        value: A tensor, or an object that stays on the host.
         is_per_position: Whether the first dimension is the positions of the micro-batch, so that
             each context-parallel rank takes its slice. If not, every rank has the whole tensor.
     """
 
-    value: Tensor
+    value: Any
     is_per_position: bool = False
 
 
@@ -152,7 +152,7 @@ class MicroBatch:
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         changed["model_inputs"] = {
             name: replace(tensor, value=change(tensor.value))
-            if all_inputs or tensor.is_per_position
+            if tensor.is_per_position or (all_inputs and isinstance(tensor.value, Tensor))
             else tensor
             for name, tensor in self.model_inputs.items()
         }

@@ -59,7 +59,7 @@ from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.mixers import mixer_rules
-from hybridrl.models.trainable import freeze_rules
+from hybridrl.models.trainable import freeze_rules, frozen_names
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
@@ -110,7 +110,7 @@ def model_violations(
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
             head: Head = "lm" if trains_policy(config) else "value"
-            found += freeze_rules(config.train.freeze, family, shape, head)
+            found += freeze_rules(frozen_names(config.train.freeze, shape), family, shape, head)
             found += lora_rules(config.lora, family, shape)
             if not found:
                 with_adapters = adapted(family, lora_of(config.lora))

@@ -32,7 +32,7 @@ from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.mixers import mixer_rules
-from hybridrl.models.trainable import freeze_rules
+from hybridrl.models.trainable import freeze_rules, frozen_names
 from hybridrl.models.weights import Head
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.host_gpus import Host, LocalGpu
@@ -106,7 +106,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         found += bias_rule(train.moe.bias_update_rate, family, shape)
         found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
         head: Head = "lm" if trains_policy(config) else "value"
-        found += freeze_rules(train.freeze, family, shape, head)
+        found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)
         found += lora_rules(config.lora, family, shape)
         if not found:
             with_adapters = adapted(family, lora_of(config.lora))

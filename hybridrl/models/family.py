@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config.files import plain, shown
@@ -26,6 +27,7 @@ from hybridrl.models.hf.config_keys import (
     check_values,
 )
 from hybridrl.models.mixers import MixerShape
+from hybridrl.models.vision.shape import VisionShape
 
 HfConfig = Mapping[str, Any]
 RowKind = Literal[
@@ -120,6 +122,8 @@ class Rotary:
             positions.
         has_whole_bounds: Whether YaRN rounds the dimensions at which it begins and ends to
             interpolate to whole numbers.
+        sections: Number of frequencies that belong to time, height and width, for models in which
+            each token has three positions; the frequencies alternate. Empty for other models.
     """
 
     base: float
@@ -134,6 +138,7 @@ class Rotary:
     divisors: tuple[float, ...] = ()
     local: Rotary | None = None
     has_whole_bounds: bool = True
+    sections: tuple[int, ...] = ()
 
     @property
     def magnitude(self) -> float:
@@ -205,6 +210,7 @@ class ModelShape:
         gated_attention: Whether attention's output is multiplied by the sigmoid of a gate. The
             query projection then contains, for each head, its query and its gate.
         mixer: Recurrent module that replaces attention in some layers; None if there is none.
+        vision: Vision tower; None if the model reads only text.
     """
 
     num_layers: int
@@ -231,6 +237,7 @@ class ModelShape:
     num_whole_layers: int = 0
     gated_attention: bool = False
     mixer: MixerShape | None = None
+    vision: VisionShape | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -381,7 +388,8 @@ class Family:
             config_keys.py lists them as having no effect on results.
         stated: Keys that engines need in config.json, with the architecture's defaults.
         extra_inputs: Function that returns the model's inputs other than tokens (models/inputs.py,
-            `ExtraInputs`); None if there are none.
+            `ExtraInputs`), from the HF config and the directory of the model's tokenizer and
+            processor; None if there are none.
         is_served_fused: Whether engines with fused parameters implement the model natively;
             otherwise they run transformers' code, whose parameters are different.
         lora: LoRA adapters whose parameters `rows` contains in addition to the model's; None if
@@ -398,7 +406,7 @@ class Family:
     config_keys: Collection[str] = DECODER_KEYS
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
     is_served_fused: bool = True
-    extra_inputs: Callable[[HfConfig], Any] | None = None
+    extra_inputs: Callable[[HfConfig, Path | None], Any] | None = None
     lora: Lora | None = None
     other_types: tuple[str, ...] = ()
 

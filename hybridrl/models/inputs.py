@@ -56,12 +56,13 @@ class ExtraInputs:
         """Returns the positions of a sample's tokens, (num_tokens, R) int64."""
         return torch.arange(num_tokens)[:, None]
 
-    def embed(self, model: Any, embedded_S1D: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def embed(self, model: Any, embedded_S1D: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Returns the embeddings for this context-parallel rank's positions, after any changes.
 
         Args:
             model: GPTModel of the first pipeline stage.
             embedded_S1D: Embeddings of the tokens, before sequence parallelism splits them.
-            inputs: Inputs that `prepare` returned, on the device.
+            inputs: Inputs that `prepare` returned, on the device. What this method adds to them
+                reaches the layers of this stage, also when they are recomputed.
         """
         return embedded_S1D

@@ -20,14 +20,20 @@ from typing import Any
 from hybridrl.errors import UserError
 from hybridrl.models.adapters.rows import WEIGHT, A, base_of, is_adapter
 from hybridrl.models.expert_stacks import ordered_by_stack, place_in_stack
-from hybridrl.models.family import OUTPUT_LAYER, Family, ModelShape, Row
+from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, Row
+from hybridrl.models.vision.shape import PARAMETER
 from hybridrl.models.weights import Head, hf_shapes
 
 KEY = "train.freeze"
 PARTS: Mapping[str, Callable[[Row], bool]] = {
-    "embeddings": lambda row: row.stage == "first",
+    "vision": lambda row: row.megatron.startswith(PARAMETER),
+    "embeddings": lambda row: row.megatron == EMBEDDING,
     "head": lambda row: row.megatron == OUTPUT_LAYER,
-    "norms": lambda row: "norm" in row.parts[0] and len(row.shapes[0]) == 1,
+    "norms": lambda row: (
+        "norm" in row.parts[0]
+        and len(row.shapes[0]) == 1
+        and not row.megatron.startswith(PARAMETER)
+    ),
     "router": lambda row: ".mlp.router." in row.megatron,
     "experts": lambda row: row.num_experts > 0,
     "layers": lambda row: row.stage == "layer",
@@ -55,6 +61,13 @@ class BackwardShares:
 
 
 ALL = BackwardShares()
+
+
+def frozen_names(freeze: tuple[str, ...] | None, shape: ModelShape) -> tuple[str, ...]:
+    """Returns the parts that are not trained: `train.freeze`, or its default for a model."""
+    if freeze is not None:
+        return freeze
+    return () if shape.vision is None else ("vision",)
 
 
 @lru_cache(64)

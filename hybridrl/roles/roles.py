@@ -333,7 +333,7 @@ def make_roles(
     if said := positions_summary(source.hf_config, config.longest_sequence()):
         notify(f"positions: {said}")
     if roles.trains_policy:
-        if said := trained_summary(config.train.freeze, source.family, source.shape):
+        if said := trained_summary(model.frozen_parts, source.family, source.shape):
             notify(f"trained: {said}")
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:

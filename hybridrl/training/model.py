@@ -60,6 +60,7 @@ from hybridrl.models.trainable import (
     BackwardShares,
     backward_shares,
     frozen,
+    frozen_names,
     mark,
     trained_family,
 )
@@ -145,7 +146,7 @@ class ModelSource:
     def extra_inputs(self) -> ExtraInputs | None:
         """Inputs that the model needs in addition to tokens; None if there are none."""
         make = self.family.extra_inputs
-        return None if make is None else make(self.hf_config)
+        return None if make is None else make(self.hf_config, self.directory)
 
     @property
     def shape(self) -> ModelShape:
@@ -541,7 +542,7 @@ class ParallelModel:
     @property
     def frozen_parts(self) -> tuple[str, ...]:
         """Parts of the model that training leaves unchanged (`train.freeze`)."""
-        return self.train.freeze
+        return frozen_names(self.train.freeze, self.source.shape)
 
     @property
     def lora(self) -> Lora | None:

@@ -124,10 +124,10 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "embeddings": replace(FAMILY, extra_inputs=lambda _: Planted()),
+    "embeddings": replace(FAMILY, extra_inputs=lambda *_: Planted()),
     "positions": replace(
         FAMILY,
-        extra_inputs=lambda _: ThreeRows(),
+        extra_inputs=lambda *_: ThreeRows(),
         model_keywords=keywords,
         transformer_config=transformer_config,
     ),

@@ -4,6 +4,7 @@ FAMILIES: dict[str, str] = {
     "llama": "hybridrl.models.families.llama:FAMILY",
     "qwen2": "hybridrl.models.families.qwen2:FAMILY",
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
+    "qwen3_vl": "hybridrl.models.families.qwen3_vl:FAMILY",
     "qwen3_5_text": "hybridrl.models.families.qwen3_5:FAMILY",
     "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
     "qwen2_moe": "hybridrl.models.families.qwen2_moe:FAMILY",

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from hybridrl.config.wrapped_models import without_wrapper, wrapped
+from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped
 from hybridrl.models.hf.config_keys import QUANTIZATION, end_tokens_of
 from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
@@ -45,7 +45,7 @@ def exported_config(
         score_token: Token at which a value head's score is read.
         is_wrapped: Whether the export contains the other parts of a multimodal model.
     """
-    if is_wrapped:
+    if is_wrapped or has_images(hf_config):
         return wrapped(hf_config)
     plain = without_wrapper(hf_config)
     hf_config = {key: value for key, value in plain.items() if key != QUANTIZATION}

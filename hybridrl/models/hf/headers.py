@@ -19,7 +19,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
-from hybridrl.config.wrapped_models import PREFIX, WRAPPED_PREFIX
+from hybridrl.config.wrapped_models import WRAPPED_PREFIX, text_name
 from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
@@ -106,7 +106,7 @@ class HfHeaders:
                     "Fetch or export the model again.",
                 )
         for stored in [name for name in self.files if name.startswith(WRAPPED_PREFIX)]:
-            self._rename(stored, f"{PREFIX}{stored.removeprefix(WRAPPED_PREFIX)}")
+            self._rename(stored, text_name(stored))
         self._join_quantized()
 
     def _rename(self, stored: str, name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.wrapped_models import WRAPPED_PREFIX, wrapped_name
+from hybridrl.config.wrapped_models import VISUAL, WRAPPED_PREFIX, wrapped_name
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
@@ -232,6 +232,7 @@ class HfPlaces:
             dtypes |= kept.dtypes
         self._shapes, self._stored, self._dtypes = dict(shapes), stored, dtypes
         is_wrapped = kept is not None and kept.is_wrapped
+        is_wrapped |= any(name.startswith(VISUAL) for name in shapes)
         others = () if kept is None else kept.shapes
         # Name of each tensor in the files.
         self._names = {

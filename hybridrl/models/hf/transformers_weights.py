@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import text_name
 from hybridrl.errors import ModelError
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
@@ -37,7 +38,7 @@ def checkpoint_tensors(
     Raises:
         ModelError: Experts are stacked, but the family has no experts.
     """
-    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    tensors = {text_name(name): parameter.data for name, parameter in model.named_parameters()}
     tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}
     if not any(name.endswith((GATE_UP, DOWN)) for name in tensors):
         return tensors

@@ -217,7 +217,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     shared: SharedPrompts | None = None
-    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    model_inputs: dict[str, Any] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict)
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class PackedSequences(PackedSeqParams):
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         shared: SharedPrompts | None = None,
-        model_inputs: Mapping[str, torch.Tensor] | None = None,
+        model_inputs: Mapping[str, Any] | None = None,
     ) -> PackedSequences:
         """Builds the parameters from `cu_seqlens`, (sequences + 1,) int32."""
         bounds = cu_seqlens if shared is None else cu_seqlens[[0, -1]]
@@ -237,7 +237,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shared=shared,
-            model_inputs=model_inputs or {},
+            model_inputs=dict(model_inputs or {}),
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:

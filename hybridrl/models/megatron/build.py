@@ -30,9 +30,11 @@ from hybridrl.models.megatron.attention import set_soft_cap
 from hybridrl.models.megatron.clamped_experts import quick_gelu
 from hybridrl.models.megatron.dispatch import gather_tokens
 from hybridrl.models.megatron.heads import LanguageModel, ValueModel
+from hybridrl.models.megatron.image_inputs import add_deepstack
 from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs, with_mixer
 from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
 from hybridrl.models.megatron.rotary_positions import set_rotary
+from hybridrl.models.vision.tower import build_tower
 from hybridrl.models.weights import EXPERTS, Head
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.schedule import finalize_summed_gradients
@@ -247,6 +249,10 @@ def build_chunks(
         chunks[-1].extra_inputs = extra_inputs  # type: ignore[assignment]  # the same
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
+        if shape.vision is not None and keywords["pre_process"]:
+            device = next(chunks[-1].parameters()).device
+            chunks[-1].vision = build_tower(shape.vision, config.params_dtype, device)
+            add_deepstack(chunks[-1].decoder.layers, shape.vision)  # type: ignore[union-attr, arg-type]  # Megatron's
     _mark_gradients(chunks, config, shape)
     gather_tokens(chunks, shape)
     return chunks

@@ -79,6 +79,9 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
     embedding = model.rotary_pos_emb
     size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
     frequencies = rotary_frequencies(rotary, size)
+    if rotary.sections:
+        model.rotary_pos_emb = AlternatingAngles(frequencies.to(device), rotary.sections)
+        return
     if rotary.local is not None:
         frequencies = torch.cat((frequencies, rotary_frequencies(rotary.local, size)))
         _choose_angles(model)
@@ -88,6 +91,33 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
             part.rotary_magnitude = rotary.magnitude
         elif rotary.share < 1 and hasattr(part, "core_attention"):
             _scale_rotated(part, rotary.magnitude)
+
+
+class AlternatingAngles(torch.nn.Module):
+    """Angles of tokens with three positions (time, height, width), whose frequencies alternate.
+
+    Frequency i belongs to height if i % 3 is 1, and to width if i % 3 is 2, up to three times the
+    size of their sections; all others belong to time (transformers, modeling_qwen3_vl.py).
+    Megatron's own class (0.16.1, MultimodalRotaryEmbedding) has contiguous sections.
+
+    Args:
+        frequencies: Radians per position, (F,) fp32.
+        sections: Number of frequencies for time, height and width.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, sections: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inv_freq = frequencies
+        axis_F = torch.zeros(len(frequencies), dtype=torch.int64, device=frequencies.device)
+        for axis in (1, 2):
+            axis_F[axis : 3 * sections[axis] : 3] = axis
+        self._axis_F = axis_F
+
+    def forward(self, position_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Returns the angles, (S, B, 1, 2 F), for positions (3, B, S)."""
+        position_SBF = position_ids.permute(2, 1, 0).float()[..., self._axis_F]
+        angles_SBF = position_SBF * self.inv_freq
+        return torch.cat((angles_SBF, angles_SBF), -1)[:, :, None]
 
 
 def _scale_rotated(attention: Any, magnitude: float) -> None:

@@ -25,7 +25,13 @@ from hybridrl.models.adapters.rows import (
 )
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import Family, ModelShape, read_model
-from hybridrl.models.trainable import BackwardShares, backward_shares, only_parts, trained_family
+from hybridrl.models.trainable import (
+    BackwardShares,
+    backward_shares,
+    frozen_names,
+    only_parts,
+    trained_family,
+)
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
@@ -263,7 +269,7 @@ def role_models(
     Raises:
         UserError: `lora.path` is not a directory with a usable PEFT adapter.
     """
-    freeze, lora = config.train.freeze, lora_of(config.lora)
+    freeze, lora = frozen_names(config.train.freeze, shape), lora_of(config.lora)
     base, family = family, adapted(family, lora)
     found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:

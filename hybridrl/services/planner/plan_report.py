@@ -27,7 +27,7 @@ from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.family import ModelShape, read_model
-from hybridrl.models.trainable import synced_family, trained_summary
+from hybridrl.models.trainable import frozen_names, synced_family, trained_summary
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.parallel.layout import TrainLayout
@@ -163,7 +163,7 @@ def _report(
         "step": _step(config, roles, placement, assumed),
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
         "positions": positions_summary(hf_config, config.longest_sequence()),
-        "trained": trained_summary(config.train.freeze, family, shape) or None,
+        "trained": trained_summary(frozen_names(config.train.freeze, shape), family, shape) or None,
         "lora": _lora(config, roles, laid, itemsize, node),
         "update_positions": _update_positions(config, shape, laid.layout),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},

@@ -1,0 +1,38 @@
+"""Models with images: one process against transformers, layouts against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+from tiny_images import save_processor
+from tiny_models import save_tiny_models
+
+WORKER = str(Path(__file__).with_name("images_worker.py"))
+ORDER = "tp-cp-ep-dp-pp"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    save_tiny_models(root, ("qwen3_vl",))
+    folder = root / "qwen3_vl"
+    save_processor(folder)
+    run_ranks(1, WORKER, ["reference", str(folder)], timeout_s=200)
+    return folder
+
+
+@pytest.mark.dist
+def test_images_have_the_gradients_of_one_process(model: Path, is_full: bool) -> None:
+    layouts = [f"2,1,1,1,{ORDER},full", f"1,2,1,1,{ORDER}", f"1,1,1,1,{ORDER}"]
+    if is_full:
+        layouts += [f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER},full", f"1,1,2,1,{ORDER}"]
+    run_ranks(2, WORKER, ["compare", str(model), *layouts], timeout_s=300)
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_images_on_four_ranks(model: Path) -> None:
+    layouts = [f"2,2,1,1,{ORDER}", f"2,1,1,1,{ORDER}", f"2,1,2,1,{ORDER}"]
+    run_ranks(4, WORKER, ["compare", str(model), *layouts], timeout_s=300)

@@ -1,0 +1,67 @@
+"""Pictures, their processor's files and prompts with them, for the tiny model qwen3_vl."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tiny_models import WITH_IMAGES
+
+from hybridrl.contracts.prompts import Content
+from hybridrl.models.vision.images import ImageProcessor, Preprocessing
+
+TOKEN, START, END = (
+    WITH_IMAGES[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end")
+)
+PREPROCESSING = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+
+
+def save_processor(folder: Path) -> None:
+    """Writes the file that describes the processing of images."""
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING))
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """Returns a picture of smooth random colours."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 255, (4, 5, 3), np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    """Returns the bytes of an image's file."""
+    target = io.BytesIO()
+    image.save(target, kind)
+    return target.getvalue()
+
+
+def processor_of(folder: Path, vision) -> ImageProcessor:
+    return ImageProcessor(vision, Preprocessing.read(folder, vision))
+
+
+def with_images(
+    processor: ImageProcessor, tokens: tuple[int, ...], places: dict[int, bytes]
+) -> tuple[tuple[int, ...], tuple[Content, ...]]:
+    """Returns tokens with images before some of their indices, and the images."""
+    found: list[int] = []
+    contents = []
+    for index, token in enumerate(tokens):
+        if index in places:
+            content = processor.content(places[index])
+            found.append(START)
+            contents.append(replace(content, start=len(found)))
+            found += [TOKEN] * content.num_tokens + [END]
+        found.append(token)
+    return tuple(found), tuple(contents)
