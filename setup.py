@@ -44,6 +44,7 @@ EXTRAS = {
     # `hybridrl launch --ray`: jobs on clusters that Ray runs; the version it was tested with on.
     "ray": ["ray>=2.60,<3"],
     "agents": ["aiohttp>=3.10,<4"],  # the endpoint for agent programs; both engines bring it too
+    "images": ["pillow>=10"],  # decodes the images of rows
     "pictures": ["matplotlib"],  # curves that examples/arithmetic_gpu draws
     "languages": ["langdetect"],  # one of the checks of the reward `instructions`
     "test": [
@@ -55,6 +56,7 @@ EXTRAS = {
         "pytest-xdist",  # what starts no ranks runs in two processes
         "hypothesis",
         "matplotlib",  # of the extra `pictures`
+        "pillow>=10",  # of the extra `images`
         "aiohttp>=3.10,<4",  # of the extra `agents`
         "openai",  # agent programs are written with it
         "selenium",  # drives a browser, where there is one, over the report's page

@@ -48,12 +48,14 @@ class DataConfig(Section):
     """Column with the tool schemas that are passed to the chat template. The default, 'tools', is the most common name."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Maximum length of a prompt in tokens; longer prompts are dropped and counted. The default, 512, keeps nearly all prompts of common math data sets."""
+    max_image_pixels: int = Field(1 << 20, ge=1)
+    """Maximum number of pixels of an image; larger images are scaled down, at most as far as the model's own processor allows. The default, 1048576 (1024 x 1024), is 1,024 tokens in Qwen3-VL. An image's tokens count towards max_prompt_tokens."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Maximum length, in tokens, of a response in the training data, including all turns after the prompt. The default is rollout.max_new_tokens."""
     long_responses: Literal["leave_out", "cut"] = "leave_out"
     """Treatment of rows whose response is longer than max_response_tokens: 'leave_out' drops the row, 'cut' truncates the response; the number of such rows is reported. The default is 'leave_out', because truncated responses teach the model not to stop."""
     on_bad_row: Literal["drop", "stop"] = "drop"
-    """Treatment of rows that cannot be used (an empty prompt or response, a missing column, messages of an unknown form): 'drop' skips them and reports their number; 'stop' ends the run and names them. A source without any usable row always ends the run. The default is 'drop', because published data sets contain such rows."""
+    """Treatment of rows that cannot be used (an empty prompt or response, a missing column, messages of an unknown form, a damaged image): 'drop' skips them and reports their number; 'stop' ends the run and names them. A source without any usable row always ends the run. The default is 'drop', because published data sets contain such rows."""
     shuffle: bool = True
     """Whether the rows are shuffled in each epoch, based on the seed. On by default, because files are often sorted."""
     validation: Paths = None

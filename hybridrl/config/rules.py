@@ -20,6 +20,7 @@ from hybridrl.config.placement import Machines, Placement, asks_for, least_ranks
 from hybridrl.config.rules_agent import agent_rules
 from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_rules
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
+from hybridrl.config.rules_images import image_rules
 from hybridrl.config.rules_lora import lora_section_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
 from hybridrl.config.rules_placement import (
@@ -102,6 +103,7 @@ def check(
         *evaluation_rules(config.eval, config.reward),
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
+        *image_rules(config, model_config or {}),
     ]
 
 

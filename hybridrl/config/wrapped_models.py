@@ -57,7 +57,7 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = content.get("model_type")
     part = WRAPPED.get(model_type) if isinstance(model_type, str) else None
-    if part is None:
+    if part is None or WRAPPER in content:  # or it was read before, and stored in a checkpoint
         return content
     nested = content.get(TEXT)
     if not isinstance(nested, dict):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.chats import Chat, chats_of, sample, shared_prompt, token_runs
 from hybridrl.data.rows import BadRows, Row
@@ -55,6 +56,7 @@ class Encoded:
             one flat tuple.
         is_in_part: Whether only the first part of the row was tokenized, because the row is too
             long.
+        contents: Images of the prompt.
     """
 
     row: Row
@@ -63,6 +65,7 @@ class Encoded:
     responses: tuple[Tokens, ...]
     gaps: tuple[Tokens, ...]
     is_in_part: bool
+    contents: tuple[Content, ...] = ()
 
     def cut(self, most: int) -> Encoded | None:
         """Truncates the responses to at most `most` tokens. Returns None if a truncated response

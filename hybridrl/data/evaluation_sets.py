@@ -8,7 +8,7 @@ for `data.prompts`. Each row is converted to `prompt` and `answer`, and keeps it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from string import ascii_uppercase
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from hybridrl.config.data import DataConfig
 from hybridrl.config.evaluation import EvalSetConfig
 from hybridrl.data.forms import formed_rows
-from hybridrl.data.rows import Row, raw_rows, refuse_images
+from hybridrl.data.images import IMAGES, images_of, refuse_images
+from hybridrl.data.rows import Row, raw_rows, refuse_videos
 from hybridrl.errors import DataError, short
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -90,25 +91,32 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, object]]:
+def set_rows(
+    section: EvalSetConfig, data: DataConfig, reads_images: bool = False
+) -> Iterator[dict[str, object]]:
     """Yields each row of an evaluation set as `prompt`, `answer` and its other columns.
 
     Args:
         section: Config section of the evaluation set.
         data: Column names, used for the form `prompts`.
+        reads_images: Whether the model reads images.
 
     Raises:
         DataError: A row does not have the form; the error names the first such row.
     """
     paths, is_own = section.path or (), section.form == "prompts"
-    rows = formed_rows(paths, data, "prompts") if is_own else raw_rows(paths)
-    for row in islice(rows, section.limit):
+    rows = (
+        formed_rows(paths, data, "prompts", reads_images=reads_images)
+        if is_own
+        else raw_rows(paths)
+    )
+    for given in islice(rows, section.limit):
+        row = given if is_own else _with_images(given, reads_images)
         if is_own:
             columns = dict(row.columns)
             prompt, answer = columns[data.prompt_key], columns.get(data.answer_key)
             instruction = section.instruction or ""
         else:
-            refuse_images(row)
             form = FORMS[section.form]
             prompt, answer = _read_form(row, section.form, form)
             instruction = form.instruction if section.instruction is None else section.instruction
@@ -117,7 +125,19 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
         # In published sets, columns with these names mean something else.
         others = {k: v for k, v in row.columns.items() if k not in ("prompt", "answer", "label")}
         answers = {} if answer is None else {"answer": answer}
-        yield {**others, "prompt": prompt, **answers}
+        images = {IMAGES: list(row.images)} if row.images else {}
+        yield {**others, "prompt": prompt, **answers, **images}
+
+
+def _with_images(row: Row, reads_images: bool) -> Row:
+    """Returns a row of a published form with its images apart from its other columns."""
+    refuse_videos(row)
+    media = images_of(row, row.columns)
+    numbered = [media.images[index] for _, index in sorted(media.numbers.items())]
+    row = replace(row, columns=media.columns, images=tuple(numbered or media.images))
+    if row.images and not reads_images:
+        raise refuse_images(row)
+    return row
 
 
 def _read_form(row: Row, name: str, form: Form) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from hybridrl.config.data import DataConfig
 from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
+from hybridrl.data.images import Found, images_of, in_message, placed, refuse_images
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
 from hybridrl.data.rows import (
     MAX_LEADING_BAD,
@@ -25,7 +26,7 @@ from hybridrl.data.rows import (
     Row,
     half_pair,
     raw_rows,
-    refuse_images,
+    refuse_videos,
 )
 from hybridrl.data.trees import DESCRIPTION as TREES
 from hybridrl.data.trees import expand_trees
@@ -68,6 +69,7 @@ def formed_rows(
     kind: Kind,
     required: Sequence[str] = (),
     bad: BadRows | None = None,
+    reads_images: bool = False,
 ) -> Iterator[Row]:
     """Reads rows in any known form from sources or from memory, in order.
 
@@ -78,6 +80,7 @@ def formed_rows(
         required: Further columns that must not be missing or null in any row.
         bad: Collects unusable rows, which are not yielded. The caller must call `bad.check` after
             the last row. If None, every row must be usable.
+        reads_images: Whether the model reads images; otherwise rows with images stop the run.
 
     Raises:
         DataError: A source cannot be read or, without `bad`, a row is unusable; the error names the
@@ -89,6 +92,8 @@ def formed_rows(
     for number, row in enumerate(rows):
         try:
             found = normalize_row(replace(row, number=number), config, kind)
+            if found.images and not reads_images:
+                raise refuse_images(found)
             for name in required:
                 if found.columns.get(name) is None:
                     raise missing(row, name)
@@ -109,6 +114,7 @@ def validate_file(
     kind: Kind = "prompts",
     required: Sequence[str] = (),
     check: CheckRow | None = None,
+    reads_images: bool = False,
 ) -> int:
     """Reads every row of one source and returns the number of usable rows. See `formed_rows` for
     the other arguments.
@@ -122,7 +128,8 @@ def validate_file(
     """
     bad, num = BadRows(config.on_bad_row), 0
     # A run does not drop rows without an answer, so this function must keep such rows too.
-    for row in formed_rows([path], config, kind, required if check is None else (), bad):
+    columns = required if check is None else ()
+    for row in formed_rows([path], config, kind, columns, bad, reads_images):
         num += 1
         if check is not None:
             for name in required:
@@ -141,16 +148,21 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
 
     Raises:
         BadRowError: The row has no known form, or its values do not fit the form.
-        DataError: The row has images.
+        DataError: The row has videos.
     """
-    refuse_images(row)
+    refuse_videos(row)
     names = text_columns(config, kind)
     columns = {key: value for key, value in row.columns.items() if value is not None}
+    media = images_of(row, columns)
+    row, columns = replace(row, columns=_without(row.columns, media)), media.columns
     read = without_nulls(columns) if row.is_arrow else columns
     parts = [
         _checked(row, name, part)
         for name, part in zip(names, _parts(row, config, kind, read), strict=True)
     ]
+    parts, images = placed(row, parts, media)
+    if images and config.chat_template and isinstance(parts[0], str):
+        parts[0] = in_message(parts[0])
     others = {**_answer(config, columns), **columns}
     others |= {key: None for key in row.columns if key not in others}
     if config.chat_template or not all(isinstance(part, str) for part in parts):
@@ -159,7 +171,13 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
         others.pop(config.tools_key, None)
         tools = tools_of(row.place, config.tools_key, read.get(config.tools_key))
         others |= {} if tools is None else {config.tools_key: tools}
-    return replace(row, columns={**others, **dict(zip(names, parts, strict=True))})
+    columns = {**others, **dict(zip(names, parts, strict=True))}
+    return replace(row, columns=columns, images=images)
+
+
+def _without(columns: Mapping[str, object], media: Found) -> dict[str, object]:
+    """Returns columns without those of images; null columns are kept."""
+    return {key: value for key, value in columns.items() if value is None or key in media.columns}
 
 
 def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 torch.
 
 Owns the checks of messages, tool calls and tool schemas. Invariant: a returned chat is a list of
-dictionaries that contain `role` and `content`. Nulls at the top level of a message are removed;
-nulls inside arguments and schemas are kept.
+dictionaries that contain `role` and `content`, a text or a list of texts and images. Nulls at the
+top level of a message are removed; nulls inside arguments and schemas are kept.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _CALLS = (
     "function-call",
     "tool_call",
 )  # roles whose content is a list of calls
-_MEDIA = frozenset(
-    {"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url"}
-)  # types of content parts
+_IMAGES = ("image", "image_url", "input_image")  # types of content parts
+_MEDIA = frozenset({"video", "video_url", "audio", "input_audio", "audio_url"})  # the same
 _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
 
 
@@ -101,7 +100,7 @@ def _message(place: str, name: str, given: object) -> Message:
     calls = known.pop("tool_calls", None) or known.pop("function_call", None)
     message: Message = {"role": role}
     if content is not None:
-        message["content"] = _text(place, name, content, given)
+        message["content"] = _content(place, name, content, given)
     if calls:
         message["tool_calls"] = _calls(place, name, calls)
         message.setdefault("content", "")
@@ -119,8 +118,10 @@ def _refused(place: str, name: str, message: object) -> BadRowError:
     return BadRowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Fix that row.")
 
 
-def _text(place: str, name: str, content: object, message: object) -> str:
-    """Returns the text of a message, joining OpenAI's content parts."""
+def _content(place: str, name: str, content: object, message: object) -> str | list[dict[str, Any]]:
+    """Returns the text of a message, joining OpenAI's content parts; if there are images, a list of
+    parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -128,13 +129,32 @@ def _text(place: str, name: str, content: object, message: object) -> str:
     kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
     if found := sorted(kinds & _MEDIA):
         got = f"{plain(name)} has a part of type {found[0]}"
-        remedy = "Remove rows with images, or only these parts if the text does not need them."
-        raise DataError(place, got, "text, because images are not supported yet", remedy)
+        remedy = "Remove such rows, or only these parts if the text does not need them."
+        allowed = "texts and images, because videos and sounds are not supported"
+        raise DataError(place, got, allowed, remedy)
+    if kinds & set(_IMAGES):
+        return [_part(place, name, part, message) for part in content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
         got = f"{plain(name)} has the content {short(content)}"
         raise BadRowError(place, got, "a text, or parts of type text", "Remove that row.")
     return "".join(map(str, texts))
+
+
+def _part(place: str, name: str, part: object, message: object) -> dict[str, Any]:
+    if isinstance(part, Mapping) and part.get("type") in _IMAGES:
+        found = (part[key] for key in (*_IMAGES, "url", "path") if part.get(key) is not None)
+        value = next(found, None)
+        return {"type": "image"} if value is None else {"type": "image", "image": value}
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise BadRowError(
+            place,
+            f"{plain(name)} has the content {short(message)}",
+            "parts of type text or image",
+            "Remove that row.",
+        )
+    return {"type": "text", "text": text}
 
 
 def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from hybridrl.config.cache import cache_folder
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.prompts import Prompt
+from hybridrl.data.images import ImageTokens, folder_digest
 from hybridrl.data.prompt_files import (
     UnstorableError,
     is_intact,
@@ -46,6 +47,7 @@ from hybridrl.data.prompt_files import (
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, Reading, TextEncoder, in_memory
 from hybridrl.data.sets import source_identity
 from hybridrl.errors import UserError, error_text
+from hybridrl.models.vision import images as vision_images
 
 ENDING = ".arrow"
 CHECKED = ".checked"  # suffix of files that record that all rows passed the checks
@@ -57,7 +59,7 @@ _SELECTION_KEYS = {
 }
 _CODE = [
     *sorted(Path(__file__).parent.glob("*.py")),
-    *map(Path, (files.__file__, inspect.getfile(Prompt))),
+    *map(Path, (files.__file__, vision_images.__file__, inspect.getfile(Prompt))),
 ]
 _LEFT_OUT = TypeAdapter(LeftOut)
 
@@ -77,6 +79,7 @@ class PromptStore:
         folder: Folder for the files. Default: `prompts_folder()`.
         end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
             template.
+        images: How the model's prompts contain images; None if it reads only text.
 
     Attributes:
         files: File for each loaded source, in order; None for a source kept in memory.
@@ -88,13 +91,19 @@ class PromptStore:
         tokenizer: TextEncoder,
         folder: Path | None = None,
         end_tokens: Sequence[int] | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
         self.files: list[str | None] = []
         self.notes: list[str] = []
         self._tokenizer, self._folder = tokenizer, folder or prompts_folder()
-        self._ends = end_tokens
+        self._ends, self._images = end_tokens, images
         self._given_files: list[str | None] | None = None
         self._temporary: Path | None = None
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
+        return self._images is not None
 
     def follow(self, files: Sequence[str | None]) -> None:
         """Makes `load` map these files. They are the attribute `files` of another rank's store."""
@@ -113,7 +122,7 @@ class PromptStore:
             file = None if found is None else str(found)
         self.files.append(file)
         if file is None:
-            return in_memory(reading, self._tokenizer, self._ends)
+            return in_memory(reading, self._tokenizer, self._ends, self._images)
         prompts, left_out = read_prompts(Path(file))
         sources = prompts.numbers("source")
         return LoadedPrompts(prompts, sources, _LEFT_OUT.validate_json(left_out))
@@ -130,7 +139,7 @@ class PromptStore:
         """
         if not isinstance(reading.source, Sized | None):
             return None  # these rows can be read only once and would be lost if writing failed
-        key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
+        key = self._key(reading) if _has_names(reading) else None
         if key is None and _has_names(reading):
             self._note(
                 "prompts are tokenized at each start: the tokenizer or a source has no version"
@@ -158,14 +167,21 @@ class PromptStore:
         self._note(f"each rank keeps all prompts in memory: {why}")
         return None
 
+    def _key(self, reading: Reading) -> str | None:
+        return content_key(reading, self._tokenizer, self._ends, self._images)
+
     def _find_intact(self, key: str) -> Path | None:
-        """Returns the intact file with this key, if there is one. Removes damaged files."""
+        """Returns the intact file with this key, if there is one. Removes damaged files, and files
+        with images that have changed since.
+        """
         for path in self._folder.glob(f"{key}-*{ENDING}"):
             with suppress(OSError):  # the file system may be read-only
-                if is_intact(path):
+                if is_intact(path) and _has_same_images(path):
                     os.utime(path)
                     return path
-                self._note(f"{path} is damaged; it is written again")
+                is_damaged = not is_intact(path)
+                why = "is damaged" if is_damaged else "has images from folders that changed"
+                self._note(f"{path} {why}; it is written again")
                 path.unlink()
         return None
 
@@ -184,7 +200,7 @@ class PromptStore:
             prompts = self._read(reading, left_out)
             write_prompts(Path(name), prompts, lambda: _LEFT_OUT.dump_json(left_out))
             # If a source changed during reading, the key does not describe the rows.
-            if key is None or content_key(reading, self._tokenizer, self._ends) != key:
+            if key is None or self._key(reading) != key:
                 key = Path(name).stem
             path = rename_by_content(Path(name), key, ENDING)
         finally:
@@ -200,7 +216,7 @@ class PromptStore:
 
     def _read(self, reading: Reading, left_out: LeftOut) -> Iterator[tuple[Prompt, int]]:
         try:
-            yield from reading.prompts(self._tokenizer, left_out, self._ends)
+            yield from reading.prompts(self._tokenizer, left_out, self._ends, self._images)
         except OSError as error:
             raise _SourceError(error) from error
 
@@ -211,6 +227,14 @@ class _SourceError(Exception):
     def __init__(self, fault: OSError) -> None:
         super().__init__(str(fault))
         self.fault = fault
+
+
+def _has_same_images(path: Path) -> bool:
+    """Whether the folders with the images of a file's prompts are as they were when it was written.
+    Images within rows need no check, because a row's source is part of the key.
+    """
+    folders = _LEFT_OUT.validate_json(read_prompts(path)[1]).image_folders
+    return all(folder_digest(folder) == digest for folder, digest in folders.items())
 
 
 def _has_names(reading: Reading) -> bool:
@@ -266,7 +290,10 @@ def _checked_key(
 
 
 def content_key(
-    reading: Reading, tokenizer: TextEncoder, end_tokens: Sequence[int] | None = None
+    reading: Reading,
+    tokenizer: TextEncoder,
+    end_tokens: Sequence[int] | None = None,
+    images: ImageTokens | None = None,
 ) -> str | None:
     """Returns a digest of everything that determines the prompts; None if part of it is unknown."""
     config = reading.config
@@ -276,7 +303,8 @@ def content_key(
     if read is None:
         return None
     limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
-    return _key([read, encoder, None if end_tokens is None else list(end_tokens), limits])
+    decides = [read, encoder, None if end_tokens is None else list(end_tokens), limits]
+    return _key([*decides, images.identity] if images is not None else decides)
 
 
 def _key(decides: object) -> str:

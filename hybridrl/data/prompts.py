@@ -9,10 +9,11 @@ the same prompts without communication. rows.py reads the files. Invariant: afte
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,17 @@ from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
 from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
+from hybridrl.data.images import (
+    MARK,
+    ImageTokens,
+    expanded,
+    folder_digest,
+    marked_texts,
+    read_images,
+)
 from hybridrl.data.prompt_files import digests, identity
 from hybridrl.data.rows import BadRows, Row
-from hybridrl.errors import DataError
+from hybridrl.errors import BadRowError, DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
@@ -49,6 +58,7 @@ class LeftOut:
         chats: Counts for chats.
         num_bad: Number of unusable rows.
         first_bad: Description of the first unusable row.
+        image_folders: For each folder from which images were read, a digest of its listing.
     """
 
     limits: str
@@ -59,6 +69,7 @@ class LeftOut:
     chats: ChatCounts = field(default_factory=ChatCounts)
     num_bad: int = 0
     first_bad: str = ""
+    image_folders: dict[str, str] = field(default_factory=dict)
 
     def add(self, place: str, tokens: int, is_in_part: bool) -> None:
         """Counts a row that is too long."""
@@ -153,6 +164,7 @@ class Reading:
         tokenizer: TextEncoder,
         left_out: LeftOut,
         end_tokens: Collection[int] | None = None,
+        images: ImageTokens | None = None,
     ) -> Iterator[tuple[Prompt, int]]:
         """Reads and tokenizes prompts lazily.
 
@@ -161,6 +173,7 @@ class Reading:
             left_out: Counts to add to.
             end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
                 template.
+            images: How the model's prompts contain images; None if it reads only text.
 
         Yields:
             Each prompt with the number of its source. `prompt_id` is the number of the row across
@@ -176,10 +189,11 @@ class Reading:
         config, num, labels = self.config, 0, set[bool]()
         texts, longest_response = text_columns(config, self.kind), self.max_response_tokens or 0
         most = [config.max_prompt_tokens, *[longest_response] * (len(texts) - 1)]
-        rows = self._rows(texts, tokenizer, left_out, bad)
+        rows = self._rows(texts, tokenizer, left_out, bad, images)
         ends = own_end_tokens(tokenizer) if end_tokens is None else end_tokens
         adds_special = config.add_special_tokens
-        for found in encoded_rows(rows, texts, tokenizer, most, ends, adds_special, bad):
+        encoded = encoded_rows(rows, texts, tokenizer, most, ends, adds_special, bad)
+        for found in encoded if images is None else _with_images(encoded, images, left_out, bad):
             if len(found.responses) == 2 and found.responses[0] == found.responses[1]:
                 bad.add(found.row.source, equal_sides(found.row, config))
                 continue
@@ -216,15 +230,21 @@ class Reading:
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(
-        self, texts: Sequence[str], tokenizer: TextEncoder, left_out: LeftOut, bad: BadRows
+        self,
+        texts: Sequence[str],
+        tokenizer: TextEncoder,
+        left_out: LeftOut,
+        bad: BadRows,
+        images: ImageTokens | None,
     ) -> Iterable[Row]:
         config, feedback = self.config, self.feedback
         given = self.source if self.source is not None else config.prompts or ()
         others = [*self.required, *label_columns(config, feedback)]
-        rows = formed_rows(given, config, self.kind, others, bad)
+        rows = formed_rows(given, config, self.kind, others, bad, images is not None)
         rows = checked(rows, config, feedback, bad)
         may_split = self.kind == "demonstrations"
-        return render_chats(rows, config, tokenizer, texts[1:], left_out.chats, bad, may_split)
+        rows = render_chats(rows, config, tokenizer, texts[1:], left_out.chats, bad, may_split)
+        return rows if images is None else marked_texts(rows, config.prompt_key, images)
 
 
 def load_prompts(
@@ -237,18 +257,22 @@ def load_prompts(
     feedback: Feedback | None = None,
     limit: int | None = None,
     end_tokens: Collection[int] | None = None,
+    images: ImageTokens | None = None,
 ) -> LoadedPrompts:
     """Reads and tokenizes prompts into memory. See `Reading` for arguments and errors."""
     reading = Reading(config, source, required, max_response_tokens, feedback, limit)
-    return in_memory(reading, tokenizer, end_tokens)
+    return in_memory(reading, tokenizer, end_tokens, images)
 
 
 def in_memory(
-    reading: Reading, tokenizer: TextEncoder, end_tokens: Collection[int] | None = None
+    reading: Reading,
+    tokenizer: TextEncoder,
+    end_tokens: Collection[int] | None = None,
+    images: ImageTokens | None = None,
 ) -> LoadedPrompts:
     """Reads and tokenizes all prompts of a reading into memory."""
     left_out, prompts, sources = reading.left_out(), list[Prompt](), list[int]()
-    for prompt, source in reading.prompts(tokenizer, left_out, end_tokens):
+    for prompt, source in reading.prompts(tokenizer, left_out, end_tokens, images):
         prompts.append(prompt)
         sources.append(source)
     return LoadedPrompts(tuple(prompts), np.array(sources, np.int32), left_out)
@@ -278,7 +302,42 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
         response_gaps=gaps[0],
         rejected_gaps=gaps[1],
         given=row.given,
+        contents=encoded.contents,
     )
+
+
+def _with_images(
+    rows: Iterable[Encoded], images: ImageTokens, left_out: LeftOut, bad: BadRows
+) -> Iterator[Encoded]:
+    """Yields rows with their images. Counts rows with images that cannot be used in `bad`."""
+    for row in rows:
+        try:
+            yield _row_with_images(row, images, left_out)
+        except BadRowError as error:
+            bad.add(row.row.source, error)
+
+
+def _row_with_images(encoded: Encoded, images: ImageTokens, left_out: LeftOut) -> Encoded:
+    """Returns a row's tokens with its images.
+
+    Raises:
+        BadRowError: An image is damaged, or the tokens have no place for it.
+    """
+    row, placeholder = encoded.row, images.placeholder
+    if any(placeholder in response for response in encoded.responses):
+        got = "a response with the placeholder of an image"
+        raise BadRowError(row.place, got, "responses of text", "Fix or remove that row.")
+    if not row.images and MARK in encoded.text:
+        got = f"{MARK} in a text, in a row without an image"
+        raise BadRowError(row.place, got, "as many marks as images", "Fix or remove that row.")
+    contents = read_images(row, images.processor)
+    for image in row.images:
+        if isinstance(image, str) and (folder := os.path.dirname(image)) not in (
+            left_out.image_folders
+        ):
+            left_out.image_folders[folder] = folder_digest(folder)
+    tokens, placed = expanded(row, encoded.prompt, contents, placeholder)
+    return replace(encoded, prompt=tokens, contents=placed)
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:

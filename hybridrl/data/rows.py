@@ -24,8 +24,8 @@ from hybridrl.errors import BadRowError, DataError, error_text, short
 
 MAX_NAMED = 10  # maximum number of bad rows listed in a message
 MAX_LEADING_BAD = 10_000  # reading stops after this many bad rows at the start of a source
-_MEDIA = ("images", "image", "videos", "video")
-_MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm")
+_VIDEOS = ("videos", "video")
+_VIDEO_ENDINGS = (".mp4", ".webm", ".mov", ".avi", ".mkv")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Row:
         is_rendered: Whether a chat template rendered the prompt.
         given: Prompt before rendering. None if it was not rendered, or if the row was split into
             several samples.
+        images: Images of the prompt, in order: the bytes of a file, or its path.
     """
 
     place: str
@@ -51,6 +52,7 @@ class Row:
     number: int = 0
     is_rendered: bool = False
     given: str | list[dict[str, Any]] | None = None
+    images: tuple[bytes | str, ...] = ()
 
 
 class BadRows:
@@ -192,14 +194,14 @@ def _mapping(value: object, place: str) -> Mapping[str, object]:
     return value
 
 
-def refuse_images(row: Row) -> None:
-    """Raises DataError if a row has images or videos, because they are never passed to the model.
-    Training on the text alone would be a different task.
+def refuse_videos(row: Row) -> None:
+    """Raises DataError if a row has videos, because they are never passed to the model. Training on
+    the text alone would be a different task.
     """
-    for name in _MEDIA:
+    for name in _VIDEOS:
         value = row.columns.get(name)
-        if isinstance(value, str):  # only a path or a data URL refers to media
-            has_media = value.lower().endswith(_MEDIA_ENDINGS) or value.startswith("data:")
+        if isinstance(value, str):  # only a path or a data URL refers to a video
+            has_media = value.lower().endswith(_VIDEO_ENDINGS) or value.startswith("data:")
         elif isinstance(value, Sized):
             has_media = len(value) > 0
         else:
@@ -207,9 +209,8 @@ def refuse_images(row: Row) -> None:
         if has_media:
             got = f"a column {name} that is not empty, {short(value, 40)}"
             remedy = f"Remove such rows, or the column if the text does not need {name}."
-            raise DataError(
-                row.place, got, "rows of text, because images are not supported yet", remedy
-            )
+            allowed = "rows of text and images, because videos are not supported yet"
+            raise DataError(row.place, got, allowed, remedy)
 
 
 def half_pair(row: Row, name: str, text: str) -> BadRowError:

@@ -120,13 +120,32 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
         raise DataError(name, "a data set with splits", allowed, "Name one split.")
     num = 0
     try:
-        for row in loaded:
+        for row in _without_decoding(loaded, datasets):
             num += 1
             yield row
     except Exception as error:  # decoding a column may raise any exception
         got = f"{type(error).__name__}: {error_text(error, 160)}"
         allowed = "rows that datasets can decode"
         raise DataError(f"{name}:{num + 1}", got, allowed, "Write the set again.") from error
+
+
+def _without_decoding(loaded: Any, datasets: Any) -> Any:
+    """Returns a data set whose images are the bytes or paths of their files."""
+
+    def raw(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return {name: raw(part) for name, part in feature.items()}
+        if isinstance(feature, list):
+            return [raw(part) for part in feature]
+        inner = getattr(feature, "feature", None)  # of lists
+        return feature if inner is None else type(feature)(raw(inner))
+
+    for name, feature in loaded.features.items():
+        if (found := raw(feature)) != feature:
+            loaded = loaded.cast_column(name, found)
+    return loaded
 
 
 def _hub_set(name: str, datasets: Any) -> Any:

@@ -419,7 +419,14 @@ class Episodes:
         prompt = (*episode.prompt.tokens, *episode.tokens)
         sampling = replace(episode.sampling, max_new_tokens=longest)
         # Keep the blobs from earlier turns, even if the engine computes these positions again.
-        return Request(episode.sample_id, prompt, seed, sampling, blobs=episode.blobs)
+        return Request(
+            episode.sample_id,
+            prompt,
+            seed,
+            sampling,
+            blobs=episode.blobs,
+            contents=episode.prompt.contents,
+        )
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:

@@ -324,7 +324,7 @@ class Sampler:
         place = self.layout.assignment[self.world.rank]
         for group in [] if place is None else shares[place[0]]:
             prompt = self._prompts[group]
-            digest = prompt_digest(prompt.tokens)
+            digest = prompt_digest(prompt.tokens, prompt.contents)
             for sample_id in numbers(group):
                 self._owners[sample_id] = (prompt, group)
                 self._digests[sample_id] = digest
@@ -352,7 +352,7 @@ class Sampler:
             self.episodes.begin(step, sample_id, prompt, sampling, turns)
             return begun
         seed = request_seed(self.seed, step, sample_id)
-        return begun or Request(sample_id, prompt.tokens, seed, sampling)
+        return begun or Request(sample_id, prompt.tokens, seed, sampling, contents=prompt.contents)
 
     def _submit_in_flight(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
         """Submits all groups in flight and all new prompts to the engines. Collective."""

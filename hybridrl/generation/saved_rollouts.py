@@ -17,6 +17,7 @@ import numpy as np
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.contracts.blobs import blobs_to_json
+from hybridrl.contracts.prompts import Content
 from hybridrl.generation.responses import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -54,7 +55,7 @@ class SavedRollouts:
         """Returns the saved data for a sample if the step, prompt and sampling parameters match."""
         if step != self.step:
             return SavedSample()
-        digest = prompt_digest(prompt.tokens)
+        digest = prompt_digest(prompt.tokens, prompt.contents)
         if self._digests.get(str(sample_id), digest) != digest:
             return SavedSample()
         whole, turns = self._whole.get(sample_id), self._turns.get(sample_id)
@@ -64,6 +65,7 @@ class SavedRollouts:
             return SavedSample(whole=done) if done_fits(done, began, sampling) else SavedSample()
         if sample_id in self._requests:
             request = Request.from_dict(self._requests[sample_id])
+            request = dataclasses.replace(request, contents=prompt.contents)
             fits = request_fits(request, sampling, is_turn=turns is not None)
             return SavedSample(request=request, turns=turns) if fits else SavedSample()
         return SavedSample(turns=turns) if turns_fit(began, sampling) else SavedSample()
@@ -134,9 +136,12 @@ def _same_but_for_length(one: SamplingParams, other: SamplingParams) -> bool:
     return dataclasses.replace(one, max_new_tokens=other.max_new_tokens) == other
 
 
-def prompt_digest(tokens: Sequence[int]) -> str:
+def prompt_digest(tokens: Sequence[int], contents: Sequence[Content] = ()) -> str:
     """Returns a digest that identifies a prompt in a checkpoint."""
-    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes())
+    for content in contents:
+        digest.update(content.key.encode())
+    return digest.hexdigest()[:16]
 
 
 def rollout_state(
@@ -156,7 +161,11 @@ def rollout_state(
 
 def saved_fields(sample: Completion | Request) -> dict[str, Any]:
     """Converts a completion or request to JSON values."""
-    found = dataclasses.asdict(dataclasses.replace(sample, blobs={}))
+    plain: Any = dataclasses.replace(sample, blobs={})
+    if isinstance(sample, Request):  # the prompts of a run have their contents
+        plain = dataclasses.replace(plain, contents=())
+    found = dataclasses.asdict(plain)
+    found.pop("contents", None)
     return found | {"blobs": blobs_to_json(sample.blobs)}
 
 

@@ -43,6 +43,7 @@ from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
+from hybridrl.config.wrapped_models import has_images
 from hybridrl.data.evaluation_sets import set_rows
 from hybridrl.data.feedback import checked, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
@@ -60,6 +61,7 @@ from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.mixers import mixer_rules
 from hybridrl.models.trainable import freeze_rules, frozen_names
+from hybridrl.models.vision.images import Preprocessing
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
@@ -109,6 +111,9 @@ def model_violations(
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
+            folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
+            if shape.vision is not None and folder.is_dir():
+                Preprocessing.read(folder, shape.vision)
             head: Head = "lm" if trains_policy(config) else "value"
             found += freeze_rules(frozen_names(config.train.freeze, shape), family, shape, head)
             found += lora_rules(config.lora, family, shape)
@@ -158,7 +163,8 @@ def validate_training(
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
         else:
-            found += _rows(term.data, paths, term.algorithm.needs, _Scored())
+            of_term = _Scored(reads_images=scored.reads_images)
+            found += _rows(term.data, paths, term.algorithm.needs, of_term)
     if data.validation is not None:
         found += _rows(data, data.validation, config.algorithm.needs, scored)
     if data.eval_prompts is not None:
@@ -462,26 +468,40 @@ class _Scored:
         check: Function that checks one row. None if `reward.on_error` determines the scores of bad
             rows, so that bad rows do not stop the run. Also None if the rewards themselves are
             invalid.
+        reads_images: Whether the model reads images.
     """
 
     columns: Sequence[str] = ()
     check: RowCheck | None = None
+    reads_images: bool = False
 
     @staticmethod
-    def by(reward: RewardConfig, data: DataConfig) -> _Scored:
+    def by(reward: RewardConfig, data: DataConfig, reads_images: bool) -> _Scored:
         """Returns the conditions that these rewards impose on rows."""
         has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
         is_checked = reward.on_error == "stop" and not check_rewards(reward)
         columns = [data.answer_key] if has_answers else []
-        return _Scored(columns, RowCheck(reward) if is_checked else None)
+        return _Scored(columns, RowCheck(reward) if is_checked else None, reads_images)
 
     def identity(self) -> list[object]:
         """Returns the values that decide which rows are valid, in a form that JSON can store."""
-        return [list(self.columns), [] if self.check is None else self.check.identity()]
+        found = [list(self.columns), [] if self.check is None else self.check.identity()]
+        return [*found, "images"] if self.reads_images else found
 
 
 def _scored(config: Config) -> _Scored:
-    return _Scored.by(config.reward, config.data) if is_scored(config) else _Scored()
+    images = reads_images(config.model)
+    if is_scored(config):
+        return _Scored.by(config.reward, config.data, images)
+    return _Scored(reads_images=images)
+
+
+def reads_images(model: ModelConfig) -> bool:
+    """Whether a model reads images; False if its config.json is unusable."""
+    try:
+        return has_images(read_model_config(model))
+    except UserError:
+        return False
 
 
 def _rows(
@@ -492,8 +512,12 @@ def _rows(
         return _files(data, paths, scored)
     feedback = needs.feedback
     kind, columns = kind_of(feedback, has_responses=True), label_columns(data, feedback)
+    images = scored.reads_images
     return unless_checked(
-        data, paths, [kind, columns], lambda: [*_responses(data, paths, kind, columns, feedback)]
+        data,
+        paths,
+        [kind, columns, *["images"] * images],
+        lambda: [*_responses(data, paths, kind, columns, feedback, images)],
     )
 
 
@@ -503,7 +527,9 @@ def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[User
         data,
         paths,
         ["prompts", *scored.identity()],
-        lambda: [*_each_file(data, paths, "prompts", scored.columns, scored.check)],
+        lambda: [
+            *_each_file(data, paths, "prompts", scored.columns, scored.check, scored.reads_images)
+        ],
     )
 
 
@@ -515,7 +541,8 @@ def _sets(config: Config) -> Iterator[UserError]:
             yield UserError(key, error.value, error.allowed, error.remedy)
         function = section.scored_by.function
         try:
-            for number, row in enumerate(set_rows(section, config.data), 1):
+            rows = set_rows(section, config.data, reads_images(config.model))
+            for number, row in enumerate(rows, 1):
                 if function in NEEDS_ANSWER and "answer" not in row:
                     yield DataError(
                         f"eval.sets.{name}.path",
@@ -534,9 +561,10 @@ def _each_file(
     kind: Kind,
     required: Sequence[str],
     check: RowCheck | None = None,
+    reads_images: bool = False,
 ) -> Iterator[UserError]:
     for path in paths:
-        yield from _errors_of(validate_file, path, data, kind, required, check)
+        yield from _errors_of(validate_file, path, data, kind, required, check, reads_images)
 
 
 def _responses(
@@ -545,13 +573,14 @@ def _responses(
     kind: Kind,
     required: Sequence[str],
     feedback: Feedback | None,
+    reads_images: bool,
 ) -> Iterator[UserError]:
-    files = list(_each_file(data, paths, kind, required))
+    files = list(_each_file(data, paths, kind, required, reads_images=reads_images))
     yield from files
     if not files and feedback is not None:
         bad, good = BadRows(data.on_bad_row), set[int]()
         try:
-            rows = formed_rows(paths, data, kind, required, bad)
+            rows = formed_rows(paths, data, kind, required, bad, reads_images)
             for row in checked(rows, data, feedback, bad):
                 good.add(row.source)
             bad.check(good)

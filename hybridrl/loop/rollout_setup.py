@@ -176,6 +176,7 @@ def build_engine(
             timeout_s=config.run.collective_timeout_s,
             shard=shard if ENGINES[rollout.engine].shares_memory else None,
             records_experts=replays(config),
+            directory=source.directory,
         )
     )
 

@@ -22,6 +22,7 @@ from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.contracts.batch import Prompt
 from hybridrl.data.end_tokens import end_tokens, shown_tokens
 from hybridrl.data.evaluation_sets import set_data, set_rows
+from hybridrl.data.images import ImageTokens, image_tokens
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_files import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
@@ -47,6 +48,7 @@ class RunData(NamedTuple):
     eval_sets: Mapping[str, EvaluationSet]
     validation: Sequence[Prompt]
     mix: Mix
+    images: ImageTokens | None
 
     def evaluations(self, config: Config) -> Evaluations:
         """Creates the run's evaluations."""
@@ -78,7 +80,12 @@ def make_data(
         config.environment,
         config.agent,
     )
-    store = PromptStore(tokenizer, end_tokens=ends)
+    images = None
+    if (vision := source.shape.vision) is not None:
+        with world.all_agree("reading the image processor's files"):
+            most = config.data.max_image_pixels
+            images = image_tokens(vision, source.directory, tokenizer, most)
+    store = PromptStore(tokenizer, end_tokens=ends, images=images)
     mixed = config if trains else config.model_copy(update={"mix": {}})
     builder = world.host_ranks[0]
 
@@ -108,6 +115,7 @@ def make_data(
             sets,
             validation,
             Mix(mixed, store, notify, given.mix),
+            images,
         )
         return loaded, data
 
@@ -283,7 +291,7 @@ def load_sets(
     """Loads `eval.sets`, each with its scorer, and reports rows that are left out."""
     found = {}
     for name, section in config.eval.sets.items():
-        rows = list(set_rows(section, config.data))
+        rows = list(set_rows(section, config.data, store.reads_images))
         loaded = store.load(Reading(set_data(config.data, section), rows))
         found[name] = EvaluationSet(
             _reported(f"eval.sets.{name}", loaded, notify),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -33,6 +34,7 @@ class EngineInputs:
         shard: The trainer's parameters on this rank, whose addresses must not change; None if the
             engine must use its own memory.
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
+        directory: Directory with the model's tokenizer and processor files.
     """
 
     rollout: RolloutConfig
@@ -48,6 +50,7 @@ class EngineInputs:
     shard: TrainingShard | None
     records_experts: bool = False
     adapters: tuple[str, ...] = ()
+    directory: Path | None = None
 
     @property
     def dtype_name(self) -> str:

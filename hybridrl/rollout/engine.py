@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from hybridrl.contracts.blobs import Array, Blobs, blobs_from_json
+from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.models.adapters.slots import POLICY
 from hybridrl.rollout.common.stops import TokenTexts
@@ -113,6 +114,7 @@ class Request(_Versioned):
         blobs: Recorded arrays for prompt and response so far, by name; never modified.
         versions: Weight versions of `tokens` if several generated them; empty if all tokens have
             `version`.
+        contents: Images of the prompt, at their places among its tokens.
         adapter: Name of the LoRA adapter with which the engine computes the response; None for the
             model without adapters. Engines without adapters ignore it.
     """
@@ -127,6 +129,7 @@ class Request(_Versioned):
     blobs: Blobs = field(default_factory=dict, compare=False)
     versions: Versions = ()
     adapter: str | None = POLICY
+    contents: tuple[Content, ...] = ()
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
@@ -146,7 +149,9 @@ class Request(_Versioned):
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
-        """Rebuilds a request from the result of `saved_fields` after a round trip through JSON."""
+        """Rebuilds a request from the result of `saved_fields` after a round trip through JSON,
+        without the prompt's contents.
+        """
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
         rebuilt: dict[str, Any] = {
             **sequences,

@@ -42,6 +42,7 @@ class EngineTraits:
         adapts_direct_latents: Whether these adapters may be on the first layers of latent attention
             whose queries are computed directly from the input.
         records_experts: Whether it can record the experts chosen for each token.
+        reads_images: Whether prompts may contain images.
         sleeps: Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/
             was compiled, gradients use that memory meanwhile, so that a GPU does not need room for
             both.
@@ -75,6 +76,7 @@ class EngineTraits:
     takes_adapters: bool = False
     adapts_direct_latents: bool = False
     records_experts: bool = False
+    reads_images: bool = False
     sleeps: bool = False
     shares_memory: bool = False
     has_fixed_kv_cache: bool = False
@@ -117,6 +119,7 @@ ENGINES = {
         takes_experts=True,
         takes_adapters=True,
         records_experts=True,
+        reads_images=True,
         ends_by_text=True,
         penalizes=True,
     ),

@@ -7,6 +7,7 @@ images_worker.py compare FOLDER LAYOUT...        each is "tp,pp,cp,vpp,order[,re
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ FREEZE = {"trained": (), "frozen": None}
 
 def batch_of(processor: Any) -> TrainBatch:
     generator = torch.Generator().manual_seed(5)
-    prompts = []
+    prompts: list[Prompt] = []
     for number, (num_prompt, num_response, pictures) in enumerate(SAMPLES):
         drawn = torch.randint(0, 180, (num_prompt + num_response,), generator=generator).tolist()
         places = {at: file_of(picture(*one)) for at, one in pictures.items()}
@@ -59,8 +60,10 @@ def batch_of(processor: Any) -> TrainBatch:
         prompts.append(
             Prompt(number, "", tokens, {}, response_tokens=tuple(response), contents=contents)
         )
-    # The same prompt twice in a row: its tokens are stored once, if prompts are shared.
-    return TrainBatch.supervised(prompts, Producer.here("the test of images"))
+    # Another response to the last prompt: micro-batches store the prompt and its images once.
+    again = replace(prompts[-1], response_tokens=(7, 8, 9, TOKEN))
+    batch = TrainBatch.supervised([*prompts, again], Producer.here("the test of images"))
+    return replace(batch, group_B=batch.group_B.clamp(max=len(prompts) - 1))
 
 
 def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: int = 96):
@@ -77,6 +80,8 @@ def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: 
     model.make_trainable(1e-3)
     batch = batch_of(processor_of(folder, shape.vision))
     plan = model.plan(batch)
+    is_shared = [one.whole.prefix_sequences is not None for one in plan.inputs]
+    assert layout.world_size > 1 or any(is_shared), "no prompt was shared"
     logp_T = plan.column([output.logp_S for output in model.forward_all(plan.inputs)])
     model.accumulate(plan.inputs, objective)
     gradients = gradients_in_hf_names(model)

@@ -14,6 +14,7 @@ from tiny_models import GLM4_MOE, LATENT, slices_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -34,15 +35,18 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
     SmolLM3Config,
 )
 
+from hybridrl.config.wrapped_models import text_name
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import headers
 from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, allocate, box_view, load_hf
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
@@ -93,6 +97,32 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["linear_attention", "full_attention"] * 2,
     ),
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+WITH_IMAGES: dict[str, PreTrainedConfig] = {
+    "qwen3_vl": Qwen3VLConfig(
+        text_config=SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": SIZES["hidden_size"],
+            "num_position_embeddings": 9,
+            "deepstack_visual_indexes": [1],
+        },
+        image_token_id=3,
+        vision_start_token_id=4,
+        vision_end_token_id=5,
+    )
+}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
@@ -127,7 +157,10 @@ LAYOUTS_WITH_EXPERTS = (
 
 def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_WITH_EXPERTS)[name])
+    if name in WITH_IMAGES:
+        model = AutoModelForImageTextToText.from_config(WITH_IMAGES[name])
+    else:
+        model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_WITH_EXPERTS)[name])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -161,7 +194,7 @@ def _load_all_ranks(
     return layouts, shards, shapes
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *CONFIGS_WITH_EXPERTS])
+@pytest.mark.parametrize("name", [*CONFIGS, *WITH_IMAGES, *CONFIGS_WITH_EXPERTS])
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
 def test_hf_round_trip_is_bitwise_in_every_layout(
     name: str, max_shard_size: str, tmp_path: Path
@@ -169,13 +202,13 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
     model = _save(name, tmp_path / "in", max_shard_size=max_shard_size)
     is_sharded = (tmp_path / "in" / "model.safetensors.index.json").exists()
     assert is_sharded == (max_shard_size == "40KB")
-    if name in CONFIGS:
-        wanted = {n: p.detach() for n, p in model.named_parameters()}
+    if name not in CONFIGS_WITH_EXPERTS:
+        wanted = {text_name(n): p.detach() for n, p in model.named_parameters()}
     else:  # what transformers stacks in memory is a tensor an expert on disk
         wanted = {
             n: t for f in (tmp_path / "in").glob("*.safetensors") for n, t in load_file(f).items()
         }
-    for layout in LAYOUTS if name in CONFIGS else LAYOUTS_WITH_EXPERTS:
+    for layout in LAYOUTS_WITH_EXPERTS if name in CONFIGS_WITH_EXPERTS else LAYOUTS:
         if layout.etp > 1 and name == "gpt_oss":
             continue  # whose experts have biases
         layouts, shards, shapes = _load_all_ranks(tmp_path / "in", layout)
@@ -188,13 +221,12 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
         for key, tensor in wanted.items():
             assert torch.equal(back[key], tensor), (layout, key)
     out = tmp_path / "out"
-    with HfWriter(
-        out, shapes, torch.float32, read_config(tmp_path / "in"), max_shard_bytes=40_000
-    ) as writer:
+    config = exported_config(read_config(tmp_path / "in"), "lm", None)
+    with HfWriter(out, shapes, torch.float32, config, max_shard_bytes=40_000) as writer:
         for key in reversed(shapes):  # any order will do
             writer.write(key, back[key])
-    again = AutoModelForCausalLM.from_pretrained(out)
-    assert type(again) is type(model)
+    again = type(model).from_pretrained(out)
+    assert read_config(out)["architectures"] == [type(model).__name__]
     assert again.config.to_dict() == model.config.to_dict() | {
         "_name_or_path": again.config.to_dict()["_name_or_path"]
     }

@@ -18,14 +18,17 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.score_token import KEY
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-# Tokenizer and generation files that are copied to an exported model's directory.
+# Tokenizer, processor and generation files that are copied to an exported model's directory.
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template*",
     GENERATION_FILE,
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer*",
+    "video_preprocessor_config.json",
     "vocab.*",
 )
 

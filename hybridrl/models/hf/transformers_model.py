@@ -11,9 +11,15 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
-from hybridrl.config.wrapped_models import WRAPPER
+from hybridrl.config.wrapped_models import WRAPPER, has_images, wrapped
 from hybridrl.errors import ModelError
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS, QUANTIZATION
@@ -59,9 +65,11 @@ def transformers_model(
     named = model_config.get("architectures")
     # Keys that do not affect results are omitted. So are nulls that mean "not set", because
     # transformers does not accept them for every key.
+    is_multimodal = has_images(model_config)
+    content = wrapped(model_config) if is_multimodal else model_config
     fields = {
         key: value
-        for key, value in model_config.items()
+        for key, value in content.items()
         if key not in (*NEUTRAL_KEYS, QUANTIZATION, WRAPPER)
         and (value is not None or key in NULL_IS_A_VALUE)
     }
@@ -69,11 +77,15 @@ def transformers_model(
     try:
         config = AutoConfig.for_model(model_config.get("model_type"), **fields, **NO_TOKENS)
         has_cap = getattr(config, "attn_logit_softcapping", None) is not None
-        if has_cap or not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa:
+        classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = AutoModelForCausalLM
+        if is_multimodal:
+            classes, auto = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
+        if has_cap or not classes[type(config)]._supports_sdpa:
             # sdpa ignores the cap (transformers 5.19) or is refused (5.24), and has no sinks.
             attention = "eager"
         with torch.random.fork_rng(devices=cuda), device:
-            model = AutoModelForCausalLM.from_config(
+            model = auto.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
     # transformers raises many kinds of errors for configs that it rejects.

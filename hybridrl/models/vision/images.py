@@ -15,21 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hybridrl.config.files import read_json_object, shown
 from hybridrl.contracts.prompts import Content
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.vision.shape import VisionShape
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 IMAGE = "image"
 """Kind of the contents that this module makes."""
 FILE, GRID = "file", "grid"  # arrays of such a content
-MAX_DECODED_PIXELS = 1 << 28  # a file that decodes to more is refused: 768 MiB of memory
+MAX_DECODED_PIXELS = 1 << 26  # a file that decodes to more is refused: 192 MiB of memory
 MAX_ASPECT = 200  # of Qwen-VL's processors
 CACHE_BYTES = 512 << 20
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -114,11 +116,11 @@ def _preprocessing(file: str, content: Mapping[str, Any], vision: VisionShape) -
             raise ModelError(f"{file}: {key}", shown(limit), allowed, "Fix the file.")
         limits.append(limit)
     channels = []
-    for key, default in (
+    for key, of_clip in (
         ("image_mean", (0.48145466, 0.4578275, 0.40821073)),
         ("image_std", (0.26862954, 0.26130258, 0.27577711)),
     ):
-        values = content.get(key) or default
+        values: Any = content.get(key) or of_clip
         is_list = isinstance(values, list | tuple) and len(values) == 3
         if not is_list or not all(isinstance(one, int | float) for one in values):
             raise ModelError(f"{file}: {key}", shown(values), "three numbers", "Fix the file.")
@@ -136,10 +138,12 @@ def opened(data: bytes) -> Image.Image:
     """Returns an image that is not yet decoded. Raises ImageFault if the format is unknown or the
     image is too large to decode.
     """
+    from PIL import Image
+
     try:
         image = Image.open(io.BytesIO(data))
     # Pillow raises various classes for damaged headers.
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, TypeError) as error:
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
         allowed = "a file that Pillow can read, such as PNG, JPEG or WebP"
         raise ImageFault(f"{len(data)} bytes that are not an image", allowed) from error
     except Image.DecompressionBombError as error:
@@ -160,7 +164,9 @@ def decoded(data: bytes) -> Image.Image:
     Raises:
         ImageFault: The image is damaged, or too large to decode.
     """
-    image = opened(data)
+    from PIL import Image, ImageOps
+
+    image: Image.Image = opened(data)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
@@ -179,6 +185,8 @@ def decoded(data: bytes) -> Image.Image:
 
 def _from_wide(image: Image.Image) -> Image.Image:
     """Returns an image of 16 bits per pixel as RGB; Pillow would clip it to 255."""
+    from PIL import Image
+
     values = np.asarray(image).astype(np.float64)
     if values.max(initial=0) > 255:
         values = values / 257
@@ -212,8 +220,36 @@ def fitted_size(
     return high, wide
 
 
+class _Recent:
+    """The most recently used patches of images, for all models of the process."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._found: OrderedDict[tuple[object, ...], NDArray[np.uint8]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: tuple[object, ...]) -> NDArray[np.uint8] | None:
+        """Returns the patches with this key, if they are still here."""
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
+
+    def add(self, key: tuple[object, ...], patches: NDArray[np.uint8]) -> None:
+        """Adds patches, and removes the oldest if they exceed the limit."""
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = patches
+                self._bytes += patches.nbytes
+            while self._bytes > self._max_bytes and len(self._found) > 1:
+                self._bytes -= self._found.popitem(last=False)[1].nbytes
+
+
+_RECENT = _Recent(CACHE_BYTES)
+
+
 class ImageProcessor:
-    """Prepares images for a vision tower. Keeps the most recent images decoded.
+    """Prepares images for a vision tower.
 
     Args:
         vision: Sizes of the tower.
@@ -226,8 +262,6 @@ class ImageProcessor:
     ) -> None:
         self.vision, self.preprocessing = vision, preprocessing
         self.max_pixels = min(preprocessing.max_pixels, max_pixels or preprocessing.max_pixels)
-        self._cache: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
-        self._lock, self._cached_bytes = Lock(), 0
 
     @property
     def factor(self) -> int:
@@ -259,28 +293,24 @@ class ImageProcessor:
         _, high, wide = (content.arrays[GRID] * self.vision.patch_size).tolist()
         if image.size == (wide, high):
             return image
-        return image.resize((wide, high), Image.Resampling.BICUBIC)
+        from PIL.Image import Resampling
+
+        return image.resize((wide, high), Resampling.BICUBIC)
 
     def patches(self, content: Content) -> NDArray[np.uint8]:
         """Returns an image's patches, (P, 3, patch_size, patch_size), in the order in which the
         tower reads them: the patches of one token follow one another.
         """
-        with self._lock:
-            if (found := self._cache.get(content.key)) is not None:
-                self._cache.move_to_end(content.key)
-                return found
         patch, merge = self.vision.patch_size, self.vision.merge_size
+        key = (content.key, patch, merge)
+        if (found := _RECENT.get(key)) is not None:
+            return found
         pixels = np.asarray(self.resized(content))
         _, high, wide = content.arrays[GRID].tolist()
         blocks = pixels.reshape(high // merge, merge, patch, wide // merge, merge, patch, 3)
         made = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
         made = made.reshape(high * wide, 3, patch, patch)
-        with self._lock:
-            if content.key not in self._cache:
-                self._cache[content.key] = made
-                self._cached_bytes += made.nbytes
-            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        _RECENT.add(key, made)
         return made
 
     def channel_values(self) -> NDArray[np.float32]:
@@ -290,6 +320,12 @@ class ImageProcessor:
         scaled = value.astype(np.float32)[None]
         mean, std = (np.array(one, np.float32)[:, None] for one in (rule.mean, rule.std))
         return ((scaled - mean) / std).astype(np.float32)
+
+
+def position_offset(contents: tuple[Content, ...], merge_size: int) -> int:
+    """Returns the difference between the position and the index of a token after all images."""
+    sides = [int(content.arrays[GRID][1:].max()) // merge_size for content in contents]
+    return sum(sides) - sum(content.num_tokens for content in contents)
 
 
 def positions(contents: tuple[Content, ...], merge_size: int, num_tokens: int) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrl.contracts.prompts import Content
 from hybridrl.errors import ModelError
 from hybridrl.models.adapters.rows import only_adapters
 from hybridrl.models.adapters.slots import POLICY
@@ -31,6 +32,7 @@ from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
 from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
 from hybridrl.rollout.hf.experts import ChosenExperts
+from hybridrl.rollout.hf.images import ImageModel
 from hybridrl.rollout.hf.linear_adapters import RowAdapters, hold_linear_adapters
 from hybridrl.rollout.hf.slot_cache import LINEAR, SlotCache
 
@@ -53,6 +55,7 @@ def build(inputs: EngineInputs) -> HfEngine:
         inputs.family,
         inputs.records_experts,
         inputs.adapters,
+        inputs.directory,
     )
 
 
@@ -66,6 +69,7 @@ class HfEngine(QueuedEngine):
             experts.
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's, if the
             family has adapters.
+        directory: Directory with the files of the model's image processor.
     """
 
     name = "hf"
@@ -79,14 +83,16 @@ class HfEngine(QueuedEngine):
         family: Family | None = None,
         records_experts: bool = False,
         adapters: Sequence[str] = (),
+        directory: Path | None = None,
     ) -> None:
         super().__init__()
         self._device = torch.device(device)
         if not isinstance(model_config, Mapping):
             model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
-        _refuse_undecodable(self._model.config)
-        self._masks = _Masks(self._model.config)
+        text_config = self._model.config.get_text_config()
+        _refuse_undecodable(text_config)
+        self._masks = _Masks(text_config)
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
         self._tensors = checkpoint_tensors(self._model, model_config, family)
@@ -101,7 +107,11 @@ class HfEngine(QueuedEngine):
             of_linears = hold_linear_adapters(self._model, linears, self._adapters)
             self._of_adapter = {name: of_linears[name] | of_experts[name] for name in of_linears}
             self._tensors |= self._of_adapter[POLICY]
-        self._cache = SlotCache(self._model.config)
+        self._images: ImageModel | None = None
+        vision = None if family is None else family.shape(model_config).vision
+        if vision is not None:
+            self._images = ImageModel(self._model, vision, directory)
+        self._cache = SlotCache(text_config)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
 
@@ -179,7 +189,9 @@ class HfEngine(QueuedEngine):
         """
         by_context: dict[_Context, list[RunningRequest]] = {}
         for row in rows:
-            context = _Context((*row.request.prompt, *row.tokens), row.request.adapter)
+            request = row.request
+            tokens = (*request.prompt, *row.tokens)
+            context = _Context(tokens, request.adapter, request.contents)
             by_context.setdefault(context, []).append(row)
         # States after padding would not be those of a shorter context.
         is_padded = not self._cache.has_states
@@ -202,14 +214,19 @@ class HfEngine(QueuedEngine):
             self._cache.start_prefill(start, source_B, max_length)
             self._use_adapters([context.adapter for context in chosen])
             last_U, where_B = torch.unique(lengths - 1, return_inverse=True)
-            logits_BUV = self._model(
-                input_ids=tokens_BL,
-                attention_mask=self._masks.of(position_1L, max_length),
-                position_ids=position_1L,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=last_U,
-            ).logits
+            mask = self._masks.of(position_1L, max_length)
+            if self._images is not None:
+                images_B = [context.contents for context in chosen]
+                logits_BUV = self._images.prefill(tokens_BL, images_B, mask, self._cache, last_U)
+            else:
+                logits_BUV = self._model(
+                    input_ids=tokens_BL,
+                    attention_mask=mask,
+                    position_ids=position_1L,
+                    past_key_values=self._cache,
+                    use_cache=True,
+                    logits_to_keep=last_U,
+                ).logits
             context_B = torch.arange(len(contexts), device=self._device)
             logits_BV = logits_BUV[context_B, where_B][source_B]
             if self._chosen is not None:
@@ -227,18 +244,24 @@ class HfEngine(QueuedEngine):
         num_keys = max(position) + 1
         self._cache.start_decode(position_B, num_keys)
         self._use_adapters([row.request.adapter for row in self._running])
-        logits_BLV = self._model(
-            input_ids=torch.tensor(last, device=self._device)[:, None],
-            attention_mask=self._masks.of(position_B[:, None], num_keys),
-            position_ids=position_B[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits
+        tokens_B = torch.tensor(last, device=self._device)
+        mask = self._masks.of(position_B[:, None], num_keys)
+        if self._images is not None:
+            images_B = [row.request.contents for row in self._running]
+            logits_BV = self._images.decode(tokens_B, position_B, images_B, mask, self._cache)
+        else:
+            logits_BV = self._model(
+                input_ids=tokens_B[:, None],
+                attention_mask=mask,
+                position_ids=position_B[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits[:, -1]
         if self._chosen is not None:
             experts_B1K = self._chosen.take(len(last), 1)
             for row, start, experts_1K in zip(self._running, position, experts_B1K, strict=True):
                 row.record(start, experts_1K)
-        self._append(0, logits_BLV[:, -1])
+        self._append(0, logits_BV)
 
     def _use_adapters(self, names: Sequence[str | None]) -> None:
         """Selects the adapter of each row of the next forward pass."""
@@ -280,10 +303,13 @@ class HfEngine(QueuedEngine):
 
 
 class _Context(NamedTuple):
-    """Tokens of a prefill, and the name of the adapter that computes their keys and values."""
+    """Tokens of a prefill, with their images, and the name of the adapter that computes their keys
+    and values.
+    """
 
     tokens: tuple[int, ...]
     adapter: str | None
+    contents: tuple[Content, ...]
 
 
 def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[list[_Context]]:

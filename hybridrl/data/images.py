@@ -1,0 +1,441 @@
+"""Finds the images of a row, and places them among the tokens of its prompt. Does not import torch.
+
+A row names its images in the columns `images`, `image` or `image_1`, `image_2`, ..., or in parts of
+its messages. Marks in the text, `<image>` or `<image 2>`, and parts without an image of their own
+say where the images of the columns stand. Images without a mark stand at the start of the first
+message of the user.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from hybridrl.config.files import plain
+from hybridrl.contracts.prompts import Content
+from hybridrl.data.messages import ASSISTANT, Message
+from hybridrl.data.rows import Row
+from hybridrl.errors import MISSING, BadRowError, DataError, UserError, error_text, short
+from hybridrl.models.vision.images import ImageFault, ImageProcessor, Preprocessing
+from hybridrl.models.vision.shape import VisionShape
+
+IMAGES = "images"
+"""Column with a row's images."""
+MARK = "<image>"
+_MARKS = re.compile(r"<image(?: (\d+))?>")
+_COLUMNS = re.compile(r"images?|image_(\d+)")
+_VALUES = ("bytes", "path", "image", "url", "image_url")  # keys of an image in an object
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_REMOTE = ("http://", "https://", "s3://", "gs://")
+_PART = {"type": "image"}
+_ALLOWED = (
+    "an image file's bytes, its path, a data URI, or an object with one of these as bytes, path, "
+    "image or url"
+)
+MAX_DEPTH = 3  # objects within objects
+Image = bytes | str
+"""Bytes of an image's file, or its absolute path."""
+
+
+class Decides(Protocol):
+    """What gives images their tokens."""
+
+    def content(self, data: bytes) -> Content: ...
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How a model's prompts contain images.
+
+    Args:
+        processor: Prepares images for the model.
+        identity: Digest of everything that decides how images become tokens.
+        text: Text that the tokenizer encodes as the tokens of an image: start, placeholder, end.
+        placeholder: Token that stands for an image, and is repeated for its features.
+    """
+
+    processor: ImageProcessor
+    identity: str
+    text: str
+    placeholder: int
+
+
+def image_tokens(
+    vision: VisionShape, directory: Path, tokenizer: Any, max_pixels: int
+) -> ImageTokens:
+    """Returns how the prompts of a model contain images.
+
+    Args:
+        vision: Sizes of the model's tower.
+        directory: Directory with the processor's files.
+        tokenizer: Tokenizer of transformers.
+        max_pixels: `data.max_image_pixels`.
+
+    Raises:
+        UserError: The processor's files are missing, or do not allow images this small.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError(
+            "the package pillow",
+            MISSING,
+            "installed, because images are decoded with it",
+            "Run: pip install 'hybridrl[images]'",
+        )
+    rule = Preprocessing.read(directory, vision)
+    if max_pixels < rule.min_pixels:
+        raise UserError(
+            "data.max_image_pixels",
+            max_pixels,
+            f"{rule.min_pixels}, the processor's smallest size, or more",
+            "Raise data.max_image_pixels.",
+        )
+    tokens = vision.start_token, vision.image_token, vision.end_token
+    text = "".join(tokenizer.convert_ids_to_tokens(list(tokens)))
+    found = [int(one) for one in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if found != list(tokens):
+        raise UserError(
+            "model.tokenizer",
+            f"{short(text)}, which becomes the tokens {found}",
+            f"the tokens {list(tokens)}, with which config.json says that an image begins and ends",
+            "Set model.tokenizer to the model's own tokenizer.",
+        )
+    processor = ImageProcessor(vision, rule, max_pixels)
+    decides = [asdict(rule), max_pixels, tokens, vision.patch_size, vision.merge_size]
+    identity = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    return ImageTokens(processor, identity, text, vision.image_token)
+
+
+class Found(NamedTuple):
+    """A row's images, in the order of their columns.
+
+    Args:
+        images: The images.
+        columns: The row's columns without its images.
+        numbers: Index of each image by the number in its column's name, image_1 being 1.
+    """
+
+    images: list[Image]
+    columns: dict[str, object]
+    numbers: dict[int, int]
+
+
+def images_of(row: Row, columns: Mapping[str, object]) -> Found:
+    """Separates a row's images from its other columns.
+
+    Raises:
+        BadRowError: A value is not an image.
+    """
+    images: list[Image] = []
+    numbers: dict[int, int] = {}
+    media = {
+        name: match
+        for name in columns
+        if (match := _COLUMNS.fullmatch(name)) and _has_images(columns[name])
+    }
+    for name in sorted(media, key=lambda name: (int(media[name][1] or 0), name)):
+        value = columns[name]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is None:
+                continue
+            if media[name][1] is not None:
+                numbers[int(media[name][1])] = len(images)
+            images.append(read_reference(row, name, one))
+    return Found(images, {k: v for k, v in columns.items() if k not in media}, numbers)
+
+
+def _has_images(value: object) -> bool:
+    """Whether a column's value is one or several images. A text may be anything, such as the name
+    of a container's image.
+    """
+    if isinstance(value, str):
+        return value.lower().endswith(_ENDINGS) or value.startswith(("data:", "file://"))
+    return value is not None and not isinstance(value, int | float)
+
+
+def read_reference(row: Row, name: str, value: object, depth: int = 0) -> Image:
+    """Returns an image's bytes or absolute path. Raises BadRowError if the value is no image."""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, Mapping) and depth < MAX_DEPTH:
+        for key in _VALUES:
+            if value.get(key) is not None:
+                return read_reference(row, name, value[key], depth + 1)
+    if isinstance(value, str) and value:
+        return _from_text(row, name, value)
+    if callable(getattr(value, "save", None)):  # an image of Pillow, in rows from Python
+        target = io.BytesIO()
+        value.save(target, "PNG")  # type: ignore[attr-defined]
+        return target.getvalue()
+    got = f"{plain(name)} = {short(value, 60)}"
+    raise BadRowError(row.place, got, _ALLOWED, "Fix or remove that row.")
+
+
+def _from_text(row: Row, name: str, text: str) -> Image:
+    if text.startswith("data:"):
+        head, comma, body = text.partition(",")
+        try:
+            if not comma or not head.endswith(";base64"):
+                raise ValueError("no ;base64,")
+            return base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError) as error:
+            got = f"{plain(name)} = {short(text, 40)} ({error_text(error, 60)})"
+            allowed = "a data URI such as data:image/png;base64,..."
+            raise BadRowError(row.place, got, allowed, "Fix or remove that row.") from error
+    if text.startswith(_REMOTE):
+        got, remedy = f"{plain(name)} = {short(text, 80)}", "Download the images beforehand."
+        raise BadRowError(row.place, got, "a path or a data URI", remedy)
+    path = Path(os.path.expanduser(text.removeprefix("file://")))
+    if not path.is_absolute():
+        path = folder_of(row) / path
+    if not path.is_file():
+        got = f"{plain(name)} = {short(text, 80)}, which is no file in {folder_of(row)}"
+        allowed = "a path that is absolute or relative to the rows' file"
+        raise BadRowError(row.place, got, allowed, "Fix the path, or remove that row.")
+    return str(path.resolve())
+
+
+def folder_of(row: Row) -> Path:
+    """Returns the folder to which paths in a row are relative: that of its file, or the working
+    directory for rows from Python and from the hub.
+    """
+    source = Path(row.place.rpartition(":")[0])
+    return source.parent if source.is_file() else source if source.is_dir() else Path.cwd()
+
+
+def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tuple[Image, ...]]:
+    """Marks the place of each image in the prompt.
+
+    Args:
+        row: The row.
+        parts: Prompt and responses of the row, each a text or messages.
+        found: Images of the row's columns.
+
+    Returns:
+        The parts. In messages, an image is a part `{"type": "image"}`; in a text, it is `<image>`.
+        Then the images, in the order of these marks.
+
+    Raises:
+        BadRowError: There are more or fewer marks than images, or an image is in a response.
+    """
+    inline = [image for part in parts for image in _inline(row, part)]
+    if not found.images and not any(image is not None for image in inline):
+        if inline:
+            raise _miscounted(row, len(inline), 0)
+        return list(parts), ()
+    prompt, *responses = parts
+    order: list[int] = []
+
+    def take(number: str | None) -> None:
+        index = len(order)
+        if number is not None:
+            index = found.numbers.get(int(number), -1) if found.numbers else int(number) - 1
+        order.append(index)
+
+    owned: list[Image | None] = []
+    if isinstance(prompt, str):
+        for match in _MARKS.finditer(prompt):
+            take(match[1])
+        prompt = _MARKS.sub(MARK, prompt)
+        if not order:
+            prompt = MARK * len(found.images) + prompt
+            order = list(range(len(found.images)))
+        owned = [None] * len(order)
+    else:
+        prompt, owned = _in_messages(row, prompt, take, found)
+    for response in responses:
+        if not isinstance(response, str) and any(_has_image(message) for message in response):
+            got = "an image after the first message of the assistant"
+            remedy = "Remove that row, or end it before that image."
+            raise BadRowError(row.place, got, "images in the prompt only", remedy)
+    own = iter(order)
+    images: list[Image] = []
+    used: set[int] = set()
+    for image in owned:
+        if image is not None:
+            images.append(image)
+            continue
+        index = next(own)
+        if not 0 <= index < len(found.images):
+            raise _miscounted(row, len(owned), len(found.images))
+        used.add(index)
+        images.append(found.images[index])
+    if len(used) != len(found.images):
+        raise _miscounted(row, len(owned), len(found.images))
+    return [prompt, *responses], tuple(images)
+
+
+def _miscounted(row: Row, num_marks: int, num_images: int) -> BadRowError:
+    got = f"{num_marks} places for images, but {num_images} images"
+    allowed = f"as many {MARK} or image parts as images, or none"
+    return BadRowError(row.place, got, allowed, "Fix or remove that row.")
+
+
+def _inline(row: Row, part: Any) -> list[Image | None]:
+    """Returns the image of each image part of messages; None for a part without one."""
+    if isinstance(part, str):
+        return []
+    contents = [message["content"] for message in part if isinstance(message["content"], list)]
+    pieces = [piece for content in contents for piece in content if piece["type"] == "image"]
+    return [_own_image(row, piece) for piece in pieces]
+
+
+def _own_image(row: Row, piece: Mapping[str, Any]) -> Image | None:
+    value = piece.get("image")
+    return None if value is None else read_reference(row, "an image part", value)
+
+
+def _has_image(message: Message) -> bool:
+    return isinstance(message["content"], list)
+
+
+def _in_messages(
+    row: Row, messages: list[Message], take: Callable[[str | None], None], found: Found
+) -> tuple[list[Message], list[Image | None]]:
+    """Returns the messages with an image part for each image, and the image of each part: None for
+    those that take theirs from the columns.
+    """
+    owned: list[Image | None] = []
+    made: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == ASSISTANT and isinstance(content, str):
+            made.append(message)
+            continue
+        given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        pieces: list[dict[str, str]] = []
+        for piece in given:
+            if piece["type"] == "image":
+                image = _own_image(row, piece)
+                owned.append(image)
+                pieces.append(dict(_PART))
+                if image is None:
+                    take(None)
+                continue
+            last = 0
+            text = piece["text"]
+            for match in _MARKS.finditer(text) if found.images else ():
+                pieces += _text(text[last : match.start()])
+                pieces.append(dict(_PART))
+                owned.append(None)
+                take(match[1])
+                last = match.end()
+            pieces += _text(text[last:])
+        has_images = any(piece["type"] == "image" for piece in pieces)
+        made.append({**message, "content": pieces} if has_images else message)
+    if None not in owned and found.images:
+        number, first = next(
+            ((i, one) for i, one in enumerate(made) if one["role"] == "user"), (0, made[0])
+        )
+        given = first["content"]
+        rest = _text(given) if isinstance(given, str) else given
+        earlier = sum(_num_images(message) for message in made[:number])
+        made[number] = {**first, "content": [dict(_PART) for _ in found.images] + rest}
+        owned[earlier:earlier] = [None] * len(found.images)
+        for _ in found.images:
+            take(None)
+    return made, owned
+
+
+def in_message(text: str) -> list[Message]:
+    """Returns a text with marks of images as the message of a user."""
+    pieces: list[dict[str, str]] = []
+    for number, part in enumerate(text.split(MARK)):
+        pieces += [dict(_PART)] * (number > 0) + _text(part)
+    return [{"role": "user", "content": pieces}]
+
+
+def _num_images(message: Message) -> int:
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(one["type"] == "image" for one in content)
+
+
+def _text(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def refuse_images(row: Row) -> DataError:
+    """Returns the error for a row with images, if the model reads only text. Training on the text
+    alone would be a different task.
+    """
+    got = f"{len(row.images)} images" if len(row.images) > 1 else "an image"
+    allowed = "rows of text, because the model reads no images"
+    remedy = "Remove such rows, or choose a model with a vision tower (docs/guides/images.md)."
+    return DataError(row.place, got, allowed, remedy)
+
+
+def read_images(row: Row, processor: Decides) -> list[Content]:
+    """Reads and decodes a row's images. Raises BadRowError if one is damaged or cannot be used."""
+    found = []
+    for number, image in enumerate(row.images, 1):
+        name = f"image {number}" if isinstance(image, bytes) else str(image)
+        try:
+            data = image if isinstance(image, bytes) else Path(image).read_bytes()
+            found.append(processor.content(data))
+        except ImageFault as fault:
+            got = f"{name}: {fault.found}"
+            raise BadRowError(row.place, got, fault.allowed, "Fix or remove it.") from fault
+        except OSError as error:
+            got = f"{name}, which cannot be read ({error_text(error, 80)})"
+            raise BadRowError(row.place, got, "a file that can be read", "Fix it.") from error
+    return found
+
+
+def marked_texts(rows: Iterable[Row], prompt_key: str, images: ImageTokens) -> Iterator[Row]:
+    """Yields rows; in prompts that no template rendered, marks of images become the text of the
+    images' tokens.
+    """
+    for row in rows:
+        if not row.images or row.is_rendered:
+            yield row
+            continue
+        text = str(row.columns[prompt_key]).replace(MARK, images.text)
+        yield replace(row, columns={**row.columns, prompt_key: text})
+
+
+def folder_digest(folder: str) -> str:
+    """Returns a digest of the names, sizes and times of a folder's files; "" if it is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(
+                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries
+            )
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
+
+
+def expanded(
+    row: Row, tokens: tuple[int, ...], contents: Sequence[Content], placeholder: int
+) -> tuple[tuple[int, ...], tuple[Content, ...]]:
+    """Returns a prompt's tokens with an image's placeholder repeated for each of its features, and
+    the images at their places.
+
+    Raises:
+        BadRowError: The prompt has more or fewer placeholders than images.
+    """
+    found: list[int] = []
+    images: list[Content] = []
+    num_places = tokens.count(placeholder)
+    if num_places != len(contents):
+        got = f"{num_places} placeholders of images in the prompt's tokens, for {len(contents)}"
+        allowed = (
+            "one placeholder for each image, which the chat template writes, and none in texts"
+        )
+        raise BadRowError(row.place, got, allowed, "Fix that row, or the chat template.")
+    for token in tokens:
+        if token == placeholder:
+            images.append(replace(contents[len(images)], start=len(found)))
+            found += [token] * images[-1].num_tokens
+        else:
+            found.append(token)
+    return tuple(found), tuple(images)

@@ -1,0 +1,374 @@
+"""Rows with images, and the processing of images, against transformers' own."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_images import PREPROCESSING, file_of, picture, save_processor
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
+
+from hybridrl.config.data import DataConfig
+from hybridrl.config.evaluation import EvalSetConfig
+from hybridrl.contracts.prompts import contents_from_bytes, contents_to_bytes
+from hybridrl.data.evaluation_sets import set_rows
+from hybridrl.data.images import ImageTokens, image_tokens
+from hybridrl.data.prompt_store import PromptStore
+from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
+from hybridrl.errors import DataError, ModelError, UserError
+from hybridrl.generation.saved_rollouts import prompt_digest
+from hybridrl.models.vision.images import (
+    FILE,
+    GRID,
+    ImageProcessor,
+    Preprocessing,
+    decoded,
+    fitted_size,
+    position_offset,
+    positions,
+)
+from hybridrl.models.vision.shape import VisionShape
+from hybridrl.models.vision.tower import pixel_values
+
+VISION = VisionShape({}, image_token=3, start_token=2, end_token=4, patch_size=4, merge_size=2)
+WORDS = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "what", "is")
+PICTURE = picture(1, 24, 16)
+PNG = file_of(PICTURE)
+NUM_TOKENS = 6  # of PNG: 24 x 16 pixels, one token for 8 x 8
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }} {% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|>"
+    "<|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %} {% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    vocab = {word: number for number, word in enumerate((*WORDS, "[UNK]", "here"))}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    made.add_special_tokens(list(WORDS[:5]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="module")
+def images(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> ImageTokens:
+    folder = tmp_path_factory.mktemp("processor")
+    save_processor(folder)
+    return image_tokens(VISION, folder, tokenizer, max_pixels=1 << 20)
+
+
+def load(tokenizer: Any, images: ImageTokens | None, *rows: Any, **knobs: Any) -> LoadedPrompts:
+    responses = knobs.pop("max_response_tokens", None)
+    config = DataConfig(**knobs)
+    return load_prompts(config, tokenizer, list(rows), images=images, max_response_tokens=responses)
+
+
+@pytest.mark.parametrize("size", [(17, 25), (8, 8), (64, 20), (200, 3), (33, 31), (5, 900)])
+def test_pixels_are_those_of_transformers(images: ImageTokens, size: tuple[int, int]) -> None:
+    image = picture(3, *size)
+    content = images.processor.content(file_of(image))
+    ours = pixel_values(images.processor, [content], "cpu").numpy()  # type: ignore[arg-type]
+    theirs = Qwen2VLImageProcessorPil(**PREPROCESSING)(image, return_tensors="np")
+    assert np.array_equal(content.arrays[GRID], theirs["image_grid_thw"][0])
+    assert np.array_equal(ours, theirs["pixel_values"])
+    assert content.num_tokens * 4 == len(ours)
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        height, width = rng.randint(1, 3000), rng.randint(1, 3000)
+        least, most = rng.choice([(64, 1024), (65536, 1 << 24), (3136, 1 << 20)])
+        try:
+            expected = smart_resize(height, width, 32, least, most)
+        except ValueError:
+            continue
+        found = fitted_size(height, width, 32, least, most)
+        assert found == expected
+        if found[0] * found[1] <= most:  # engines resize once more
+            assert fitted_size(*found, 32, least, most) == found
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    target = io.BytesIO()
+    PICTURE.save(target, "PNG", exif=exif)
+    return target.getvalue()
+
+
+def test_images_of_all_kinds_become_rgb() -> None:
+    clear = PICTURE.convert("RGBA")
+    clear.putalpha(0)
+    assert np.asarray(decoded(file_of(clear))).min() == 255, "transparent pixels are white"
+    assert decoded(turned()).size == (16, 24)
+    palette = PICTURE.quantize(16)
+    assert np.array_equal(np.asarray(decoded(file_of(palette))), np.asarray(palette.convert("RGB")))
+    grey = Image.fromarray(np.full((8, 8), 200 * 257, np.uint16))
+    assert np.asarray(decoded(file_of(grey))).tolist()[0][0] == [200, 200, 200]
+    cmyk = PICTURE.convert("CMYK")
+    assert decoded(file_of(cmyk, "JPEG")).mode == "RGB"
+
+
+URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+QUESTION = [{"role": "user", "content": "<image> what is here"}]
+FORMS: dict[str, dict[str, Any]] = {
+    "geo3k": {"images": [{"bytes": PNG, "path": None}], "problem": "<image> what is here"},
+    "bytes": {"images": [PNG], "prompt": "<image> what is here"},
+    "one": {"image": PNG, "prompt": "<image> what is here"},
+    "numbered": {"image_1": PNG, "image_2": None, "prompt": "<image 1> what is here"},
+    "no mark": {"images": [PNG], "prompt": " what is here"},
+    "data uri": {"image": URI, "prompt": "<image> what is here"},
+    "pillow": {"images": [PICTURE], "prompt": "<image> what is here"},
+    "verl": {"images": [{"image": URI}], "prompt": QUESTION},
+    "llava": {
+        "image": PNG,
+        "conversations": [{"from": "human", "value": "<image>\nwhat is here"}],
+    },
+    "openai": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": URI}},
+                    {"type": "text", "text": " what is here"},
+                ],
+            }
+        ]
+    },
+    "qwen": {
+        "prompt": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": URI},
+                    {"type": "text", "text": " what is here"},
+                ],
+            }
+        ]
+    },
+    "trl": {
+        "images": [PNG],
+        "prompt": [
+            {
+                "role": "user",
+                "content": [{"type": "image"}, {"type": "text", "text": " what is here"}],
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_of_published_forms_have_their_image(
+    name: str, tokenizer: Any, images: ImageTokens
+) -> None:
+    (prompt,) = load(tokenizer, images, FORMS[name], on_bad_row="stop").prompts
+    assert prompt.tokens == (2, *[3] * NUM_TOKENS, 4, 5, 6, 8)
+    (content,) = prompt.contents
+    assert (content.kind, content.start, content.num_tokens) == ("image", 1, NUM_TOKENS)
+    assert np.array_equal(np.asarray(decoded(content.arrays[FILE].tobytes())), np.asarray(PICTURE))
+    assert contents_from_bytes(contents_to_bytes(prompt.contents)) == prompt.contents
+    assert not {"images", "image", "image_1"} & prompt.columns.keys()
+    json.dumps([prompt.given, prompt.columns])  # rewards receive them as JSON
+
+
+def test_several_images_stand_at_their_marks(tokenizer: Any, images: ImageTokens) -> None:
+    other = file_of(picture(2, 8, 8))
+    rows = [
+        {"images": [PNG, other], "prompt": "<image> what <image> is"},
+        {"image_1": other, "image_2": PNG, "prompt": "<image 2> what <image 1> is"},
+        {"images": [PNG, other], "prompt": "<image> what <image> is", "chosen": None},
+    ]
+    found = load(tokenizer, images, *rows, on_bad_row="stop").prompts
+    expected = (2, *[3] * NUM_TOKENS, 4, 5, 2, 3, 4, 6)
+    assert [prompt.tokens for prompt in found] == [expected] * 3
+    assert found[0].contents == found[1].contents
+    chat = load(tokenizer, images, rows[0], chat_template=True, on_bad_row="stop").prompts[0]
+    assert chat.tokens == expected and chat.given == rows[0]["prompt"] or chat.given
+
+
+def test_responses_learn_after_images(tokenizer: Any, images: ImageTokens) -> None:
+    row = {"images": [PNG], "prompt": "<image> what", "response": "here"}
+    (prompt,) = load(tokenizer, images, row, max_response_tokens=4, on_bad_row="stop").prompts
+    assert prompt.response_tokens == (8, 1) and prompt.contents[0].start == 1
+    messages = [*QUESTION, {"role": "assistant", "content": "here"}]
+    chat = {"images": [PNG], "messages": messages}
+    (prompt,) = load(tokenizer, images, chat, max_response_tokens=4, on_bad_row="stop").prompts
+    assert prompt.tokens[:2] == (2, 3) and prompt.response_tokens[0] == 8  # type: ignore[index]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "more marks": ({"images": [PNG], "prompt": "<image> <image> what"}, "2 places for images, but"),
+    "fewer marks": ({"images": [PNG, PNG], "prompt": "<image> what"}, "1 places for images, but 2"),
+    "no such number": ({"images": [PNG], "prompt": "<image 2> what"}, "1 places for images"),
+    "no image": (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        "1 places for images, but 0",
+    ),
+    "a mark without an image": ({"prompt": "<image> what"}, "in a row without an image"),
+    "a path without an ending": ({"image": "a", "prompt": "<image> what"}, "without an image"),
+    "truncated": ({"images": [PNG[:120]], "prompt": "what"}, "image 1: a damaged image"),
+    "no picture": ({"images": [b"GIF what"], "prompt": "what"}, "8 bytes that are not an image"),
+    "empty": ({"images": [b""], "prompt": "what"}, "0 bytes that are not an image"),
+    "no file": ({"image": "missing.png", "prompt": "what"}, "which is no file in"),
+    "a link": ({"images": ["https://example.org/a.png"], "prompt": "what"}, "https://example.org"),
+    "base64": ({"image": "data:image/png;base64,@@", "prompt": "what"}, "Only base64|base64"),
+    "no base64": ({"image": "data:image/png,abc", "prompt": "what"}, "no ;base64,"),
+    "a number": ({"images": [7], "prompt": "what"}, "images = 7"),
+    "an empty object": ({"images": [{"bytes": None}], "prompt": "what"}, "images = "),
+    "too narrow": (
+        {"images": [file_of(picture(1, 900, 2))], "prompt": "what"},
+        "an image of 900 x 2 pixels",
+    ),
+    "a token in the text": (
+        {"images": [PNG], "prompt": "<image> <|image_pad|>"},
+        "2 placeholders of images in the prompt's tokens, for 1",
+    ),
+    "a token without an image": ({"prompt": "what <|image_pad|>"}, "1 placeholders of images"),
+    "an image after the response": (
+        {
+            "images": [PNG],
+            "messages": [
+                {"role": "user", "content": "what"},
+                {"role": "assistant", "content": "here"},
+                {"role": "user", "content": [{"type": "image", "image": URI}]},
+                {"role": "assistant", "content": "here"},
+            ],
+        },
+        "an image after the first message",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_with_bad_images_are_dropped_and_counted(
+    name: str, tokenizer: Any, images: ImageTokens
+) -> None:
+    row, message = BAD[name]
+    good = {"images": [PNG], "prompt": "<image> what", "response": "here"}
+    row = {"response": "here", **row} if "messages" not in row else row
+    knobs = {"max_response_tokens": 4}
+    found = load(tokenizer, images, good, row, **knobs)
+    assert len(found.prompts) == 1 and found.left_out.num_bad == 1
+    with pytest.raises(DataError, match=message) as caught:
+        load(tokenizer, images, good, row, on_bad_row="stop", **knobs)
+    assert caught.value.name == "prompts[1]"
+
+
+def test_a_response_with_a_placeholder_is_bad(tokenizer: Any, images: ImageTokens) -> None:
+    row = {"images": [PNG], "prompt": "<image> what", "response": "<|image_pad|>"}
+    with pytest.raises(DataError, match="a response with the placeholder"):
+        load(tokenizer, images, row, max_response_tokens=4)
+
+
+def test_models_of_text_refuse_images_and_all_refuse_videos(
+    tokenizer: Any, images: ImageTokens
+) -> None:
+    with pytest.raises(DataError, match="because the model reads no images"):
+        load(tokenizer, None, FORMS["geo3k"])
+    with pytest.raises(DataError, match="videos are not supported"):
+        load(tokenizer, images, {"prompt": "what", "videos": ["a.mp4"]})
+    assert load(tokenizer, None, {"prompt": "what", "image": "ubuntu:22.04"}).prompts
+
+
+def test_paths_are_relative_to_the_file_and_changes_are_noticed(
+    tokenizer: Any, images: ImageTokens, tmp_path: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(PNG)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"image": "photos/a.png", "prompt": "<image> what"}) + "\n")
+    reading = Reading(DataConfig(prompts=(str(rows),)))
+
+    def tokens() -> tuple[int, list[str]]:
+        store = PromptStore(tokenizer, tmp_path / "kept", images=images)
+        return len(store.load(reading).prompts[0].tokens), store.notes
+
+    assert tokens()[0] == NUM_TOKENS + 3
+    assert tokens() == (NUM_TOKENS + 3, []), "the file is used again"
+    (tmp_path / "photos" / "a.png").write_bytes(file_of(picture(2, 8, 8)))
+    num_tokens, notes = tokens()
+    assert num_tokens == 4 and "folders that changed" in notes[0]
+
+
+def test_large_images_are_scaled_down_and_count_as_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    save_processor(tmp_path)
+    row = {"images": [file_of(picture(1, 64, 64))], "prompt": "<image> what"}
+    small = image_tokens(VISION, tmp_path, tokenizer, max_pixels=256)
+    (prompt,) = load(tokenizer, small, row).prompts
+    assert prompt.contents[0].num_tokens == 4
+    large = image_tokens(VISION, tmp_path, tokenizer, 1 << 20)
+    with pytest.raises(DataError, match="all too long"):
+        load(tokenizer, large, row, max_prompt_tokens=9)
+    with pytest.raises(UserError, match=r"data.max_image_pixels: got 63; allowed: 64"):
+        image_tokens(VISION, tmp_path, tokenizer, max_pixels=63)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": 14}, "patch_size"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),
+        ({"resample": 2}, "resample"),
+        ({"image_std": [1]}, "image_std"),
+        ({"size": {"longest_edge": "x"}}, "max_pixels"),
+    ],
+)
+def test_other_processors_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSING, **change}))
+    with pytest.raises(ModelError, match=message):
+        Preprocessing.read(tmp_path, VISION)
+    with pytest.raises(ModelError, match="processor files"):
+        Preprocessing.read(tmp_path / "none", VISION)
+
+
+def test_positions_continue_after_the_longer_side(images: ImageTokens) -> None:
+    content = replace(images.processor.content(PNG), start=2)  # 3 tokens wide, 2 high
+    found = positions((content,), 2, 10)
+    assert found.tolist() == [
+        *[[0] * 3, [1] * 3],
+        *[[2, 2 + row, 2 + column] for row in range(2) for column in range(3)],
+        *[[5] * 3, [6] * 3],
+    ]
+    assert 9 + position_offset((content,), 2) == 6
+
+
+def test_prompts_with_other_images_have_other_digests(images: ImageTokens) -> None:
+    first, second = (images.processor.content(file_of(picture(i, 24, 16))) for i in (1, 2))
+    digests = {prompt_digest((1, 2), one) for one in ((), (first,), (second,))}
+    assert len(digests) == 3
+
+
+def test_evaluation_sets_have_images(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    row = {"question": "<image 1> what?", "image_1": URI, "options": ["a", "b"], "answer": "B"}
+    path.write_text(json.dumps(row) + "\n")
+    section = EvalSetConfig(path=(str(path),), form="choices")
+    (found,) = set_rows(section, DataConfig(), reads_images=True)
+    assert found["images"] == [PNG] and "image_1" not in found
+    with pytest.raises(DataError, match="reads no images"):
+        list(set_rows(section, DataConfig()))
+
+
+def test_recent_images_are_decoded_once(images: ImageTokens, monkeypatch: Any) -> None:
+    content = images.processor.content(file_of(picture(77, 24, 16)))
+    first = images.processor.patches(content)
+    monkeypatch.setattr(ImageProcessor, "resized", None)
+    assert images.processor.patches(content) is first
