@@ -3,8 +3,8 @@
     python examples/pictures/make_data.py [FOLDER]
 
 A picture has 4 x 4 cells, most of which contain a disc, a square or a cross in red, green or blue.
-The task is to count those of one kind: `How many red discs ?`. 512 pictures are held out to measure
-accuracy. `sft.jsonl` has demonstrations, and `train.jsonl` only answers, to other pictures. Rows
+The task is to count the shapes of one colour: `How many red ?`. 512 pictures are held out to test
+the model. `sft.jsonl` has demonstrations, and `train.jsonl` only answers, to other pictures. Rows
 contain their picture as a data URI, so the files can be moved.
 """
 
@@ -25,19 +25,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
 SHAPES = ("discs", "squares", "crosses")
-WORDS = ("How", "many", "?", *COLOURS, *SHAPES, *"0123456789")
+WORDS = ("How", "many", "?", *COLOURS, *"0123456789")
 CELLS, CELL = 4, 8  # cells in each direction, and pixels of a cell
 MOST = 6  # highest number that is asked for
 COUNTS = {"sft": 3000, "train": 6000, "heldout": 512}
 SEED = 0
 
 
-def draw(rng: random.Random, wanted: tuple[str, str], number: int) -> Image.Image:
-    """Returns a picture with `number` shapes of the wanted colour and kind."""
-    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    others = [kind for kind in kinds if kind != wanted]
+def draw(rng: random.Random, wanted: str, number: int) -> Image.Image:
+    """Returns a picture with `number` shapes of the wanted colour."""
+    others = [colour for colour in COLOURS if colour != wanted]
     num_others = rng.randint(2, CELLS * CELLS - number)
-    cells = [wanted] * number + [rng.choice(others) for _ in range(num_others)]
+    colours = [wanted] * number + [rng.choice(others) for _ in range(num_others)]
+    cells: list[tuple[str, str] | None] = [(colour, rng.choice(SHAPES)) for colour in colours]
     cells += [None] * (CELLS * CELLS - len(cells))
     rng.shuffle(cells)
     picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), "white")
@@ -68,12 +68,12 @@ def data_uri(picture: Image.Image) -> str:
 def rows(rng: random.Random, count: int, has_responses: bool) -> Iterator[dict[str, Any]]:
     """Yields rows. Every answer is equally frequent."""
     for index in range(count):
-        wanted = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        wanted = rng.choice(list(COLOURS))
         number = index % (MOST + 1)
         answer = str(number)
         row = {
             "images": [data_uri(draw(rng, wanted, number))],
-            "prompt": f"<image> How many {' '.join(wanted)} ?",
+            "prompt": f"<image> How many {wanted} ?",
             "answer": answer,
         }
         yield row | ({"response": answer} if has_responses else {})
@@ -84,7 +84,7 @@ def write_rows(path: Path, made: Iterable[dict[str, Any]]) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Writes the config.json of a Qwen3-VL with 0.4 M parameters, its tokenizer and processor."""
+    """Writes the config.json of a Qwen3-VL with 0.6 M parameters, its tokenizer and processor."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *WORDS))}
     hidden = 96

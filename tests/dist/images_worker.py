@@ -1,7 +1,8 @@
 """One rank of the test of models with images: against transformers, or against one process.
 
 images_worker.py reference FOLDER                one process; checked against transformers
-images_worker.py compare FOLDER LAYOUT...        each is "tp,pp,cp,vpp,order[,recompute]"
+images_worker.py compare FOLDER TOWERS LAYOUT...
+    TOWERS: trained, frozen or both, with a comma; each layout is "tp,pp,cp,vpp,order[,recompute]"
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def main() -> None:
     start_process_group(platform, 120)
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     failures = []
-    for frozen in FREEZE:
+    for frozen in FREEZE if mode == "reference" else sys.argv[3].split(","):
         path = folder / f"{frozen}.gradients.safetensors.reference"
         if mode == "reference":
             model, batch, logp_T, gradients, norm = run(folder, TrainLayout(1), "none", frozen)
@@ -165,7 +166,7 @@ def main() -> None:
             continue
         reference = load_file(path)
         largest = max(float(g.abs().max()) for n, g in reference.items() if "." in n)
-        for text in sys.argv[3:]:
+        for text in sys.argv[4:]:
             tp, pp, cp, vpp, order, *more = text.split(",")
             layout = TrainLayout(size, int(tp), int(pp), int(cp), vpp=int(vpp), order=order)
             recompute = more[0] if more else "none"

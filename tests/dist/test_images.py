@@ -25,14 +25,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 def test_images_have_the_gradients_of_one_process(model: Path, is_full: bool) -> None:
-    layouts = [f"2,1,1,1,{ORDER},full", f"1,2,1,1,{ORDER}", f"1,1,1,1,{ORDER}"]
+    layouts, towers = [f"2,1,1,1,{ORDER},full", f"1,2,1,1,{ORDER}"], "trained"
     if is_full:
         layouts += [f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER},full", f"1,1,2,1,{ORDER}"]
-    run_ranks(2, WORKER, ["compare", str(model), *layouts], timeout_s=300)
+        layouts.append(f"1,1,1,1,{ORDER}")
+        towers = "trained,frozen"
+    run_ranks(2, WORKER, ["compare", str(model), towers, *layouts], timeout_s=300)
 
 
 @pytest.mark.full
 @pytest.mark.dist
 def test_images_on_four_ranks(model: Path) -> None:
     layouts = [f"2,2,1,1,{ORDER}", f"2,1,1,1,{ORDER}", f"2,1,2,1,{ORDER}"]
-    run_ranks(4, WORKER, ["compare", str(model), *layouts], timeout_s=300)
+    run_ranks(4, WORKER, ["compare", str(model), "trained,frozen", *layouts], timeout_s=300)

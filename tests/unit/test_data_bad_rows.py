@@ -173,7 +173,7 @@ def test_bad_pairs_and_labels_are_dropped(
     needs = Needs(rollouts=False, feedback=feedback)
     for how, num in (("drop", 0), ("stop", 1)):
         config = DataConfig(prompts=(path,), on_bad_row=how)
-        errors = validate._rows(config, [path], needs, [])
+        errors = validate._rows(config, [path], needs, validate._Scored())
         assert len(errors) == num and all(said in str(error) for error in errors)
 
 

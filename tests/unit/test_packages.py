@@ -21,7 +21,7 @@ from hybridrl.services.cluster_check import environment
 
 ROOT = Path(__file__).parents[2]
 # Behind a wall of its own, or of an extra.
-OPTIONAL = {"datasets", "langdetect", "math_verify", "transformer_engine"} | {
+OPTIONAL = {"datasets", "PIL", "langdetect", "math_verify", "transformer_engine"} | {
     "sglang",
     "triton",
     "vllm",

@@ -1,0 +1,91 @@
+"""The example with pictures: rows, training in several layouts, resuming, and exports."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import ROOT, records, run
+from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+
+EXAMPLE = ROOT / "examples" / "pictures"
+SHORT = (
+    "steps.num_steps=4",
+    "steps.prompts_per_step=16",
+    "steps.stop_at_accuracy=null",
+    "steps.eval_every=0",
+    "data.eval_prompts=null",
+    "log.tensorboard=false",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    subprocess.run([sys.executable, EXAMPLE / "make_data.py", folder], check=True)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("freeze", ["[]", "null"])
+def test_a_run_continues_in_another_layout_and_is_exported(
+    data: Path, freeze: str, tmp_path: Path
+) -> None:
+    config = (
+        "train",
+        EXAMPLE / "sft.yaml",
+        f"model.init={data / 'model'}",
+        f"data.prompts={data / 'sft.jsonl'}",
+        f"train.freeze={freeze}",
+        *SHORT,
+    )
+    run(*config, f"run.dir={tmp_path}")
+    expected = records(tmp_path / "pictures-sft")
+    assert expected[3]["policy/loss"] < expected[0]["policy/loss"]
+    for layout in ("train.tp=2", "train.pp=2"):
+        copy = tmp_path / layout / "pictures-sft"
+        shutil.copytree(tmp_path / "pictures-sft", copy)
+        shutil.rmtree(copy / "checkpoints" / "step_4")
+        run(*config, f"run.dir={tmp_path / layout}", layout, "--world", "2")
+        for ours, theirs in zip(records(copy)[2:], expected[2:], strict=True):
+            for name in ("policy/loss", "policy/grad_norm"):
+                assert abs(ours[name] / theirs[name] - 1) < 1e-4, (layout, ours["step"], name)
+    hf, start = tmp_path / "hf", tmp_path / "start"
+    run("convert", tmp_path / "pictures-sft", hf, "--to", "hf")
+    model = Qwen3VLForConditionalGeneration.from_pretrained(hf, dtype=torch.float32)
+    assert AutoImageProcessor.from_pretrained(hf).patch_size == 4
+    first = tmp_path / "pictures-sft" / "checkpoints" / "step_2"
+    run("convert", first, start, "--to", "hf")
+    earlier = Qwen3VLForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+    before, after = (one.state_dict() for one in (earlier, model))
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert any(".layers." in name for name in moved)
+    assert any(".visual." in name for name in moved) == (freeze == "[]")
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_rewards_train_on_pictures(data: Path, tmp_path: Path) -> None:
+    run(
+        "train",
+        EXAMPLE / "grpo.yaml",
+        "model.path=null",
+        f"model.init={data / 'model'}",
+        f"data.prompts={data / 'train.jsonl'}",
+        *SHORT,
+        f"run.dir={tmp_path}",
+        "train.tp=2",
+        "steps.num_steps=2",
+        "--world",
+        "2",
+    )
+    found = records(tmp_path / "pictures-grpo")
+    # Of an engine and a trainer that see the same pictures.
+    assert all(step["mismatch/logprob_diff_max"] < 1e-4 for step in found)
