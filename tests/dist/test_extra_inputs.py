@@ -144,7 +144,8 @@ def finished(world: World) -> list[Completion]:
         row = RunningRequest(begun)
         row.append(tokens[0], -1.0, 0)
         done = Completion(sample, tokens, (-1.0,) * len(tokens), "stop", 0, blobs=blobs_of(sample))
-        digests = dict.fromkeys((sample, sample + 50), prompt_digest(prompt.tokens))
+        digest = prompt_digest(prompt.tokens, prompt.contents)
+        digests = dict.fromkeys((sample, sample + 50), digest)
         state = rollout_state([done], [row.to_request()], [], digests)
         state |= {"step": STEP, "sampling": asdict(SAMPLING)}
         saved = SavedRollouts(json.loads(json.dumps(state)))
