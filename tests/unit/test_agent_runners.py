@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -463,6 +464,18 @@ def test_the_endpoint_stops_if_programs_cannot_be_ended(tmp_path):
     with pytest.raises(OSError, match="stuck"):
         host.close()
     assert endpoint.is_closed and len(sessions) == 0
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_program_in_a_sandbox_writes_only_to_its_folder(tmp_path):
+    command = (
+        f"touch own.txt; touch {tmp_path}/other && exit 3; touch /usr/other && exit 4; "
+        "[ $(ls /proc | grep -c '^[0-9]') -gt 6 ] && exit 5; "
+        "echo '{\"reward\": 2.0}' > $HYBRIDRL_RESULT"
+    )
+    runner = command_runner(tmp_path, command, sandbox=Bubblewrap())
+    assert run_all(runner, [task_of(0)]) == {0: Report(2.0)}
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_sandbox_needs_its_program_and_binds_only_the_folder(tmp_path, monkeypatch):

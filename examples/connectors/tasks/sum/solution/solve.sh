@@ -1,0 +1,2 @@
+#!/bin/bash
+echo $(($(paste -sd+ /app/numbers.txt))) > /app/sum.txt

@@ -1,0 +1,119 @@
+"""Connectors with the real packages, each in the environment that a variable names. The model is
+scripted.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_server import Served
+from test_agent_runners import run_all, task_of
+
+from hybridrl.agents.command import EpisodeLogs
+from hybridrl.agents.functions import FunctionRunner
+from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "connectors"
+
+
+def python_of(name: str) -> str:
+    """Returns the interpreter of an environment with a package; skips the test without one."""
+    variable = f"HYBRIDRL_TEST_{name.upper()}_PYTHON"
+    if (python := os.environ.get(variable)) is None:
+        pytest.skip(f"{variable} names no interpreter of an environment with {name}")
+    return python
+
+
+@contextmanager
+def playing(folder: Path, name: str, **options: Any) -> Iterator[Any]:
+    """Context manager that yields a function: it plays a row and returns report and session."""
+    runner = FunctionRunner(
+        path=f"hybridrl.agents.connectors.{name}:play",
+        python=python_of(name),
+        options=options,
+        workers=1,
+        timeout_s=300,
+        clocks=AgentClocks(),
+        logs=EpisodeLogs(folder / "agents", 2),
+    )
+    with Served() as served:
+
+        def play(prompt: str, **columns: Any) -> tuple[Report, Any]:
+            session = served.sessions.open(0)
+            task = AgentTask(
+                **{
+                    **{n: getattr(task_of(0), n) for n in ("key", "step", "sample", "model")},
+                    "prompt": prompt,
+                    "columns": columns,
+                    "base_url": served.endpoint.url,
+                    "api_key": session.token,
+                }
+            )
+            (report,) = run_all(runner, [task], timeout_s=300).values()
+            return report, served.close(session)
+
+        yield play
+    runner.close()
+
+
+def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:
+    python = python_of("mcp")
+    server = {"command": python, "args": [str(EXAMPLES / "mcp_calculator.py")]}
+    with playing(tmp_path, "mcp", servers={"calculator": server}) as play:
+        report, result = play("add 17 25")
+        assert report == Report()
+        (row,) = result.rows
+        assert row.num_turns == 2 and "The result is 42." in row.text
+        assert [tool["function"]["name"] for tool in row.tools] == ["add"]
+
+
+def test_openenv_gives_the_sum_of_the_rewards(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [python_of("openenv"), str(EXAMPLES / "openenv_game.py"), str(port)]
+    server = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            try:
+                urllib.request.urlopen(f"{url}/health").close()
+                break
+            except OSError:
+                assert server.poll() is None
+        with playing(tmp_path, "openenv", url=url, observation="text", max_turns=5) as play:
+            report, result = play("Play.", reset={"seed": 1})
+        assert report.failure is None and report.reward == pytest.approx(-0.3)
+        (row,) = result.rows
+        assert row.num_turns == 3 and "That is wrong." in str(row.messages)
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("client", ["chat", "tokens"])
+def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str) -> None:
+    """The environment also contains the task set glossary of verifiers' repository."""
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
+    env = {"taskset": {"id": "glossary"}, "agent": agent}
+    more: dict[str, Any] = {}
+    if client == "tokens":
+        from agent_templates import tokenizer_of
+
+        tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
+        more = {"client": client, "renderer": str(tmp_path / "tokenizer")}
+    task = {"idx": 0, "prompt": "add 17 25", "answer": "first computer programmer"}
+    with playing(tmp_path, "verifiers", env=env, **more) as play:
+        report, result = play("glossary 0", task=task)
+    assert report == Report(0.0), report
+    assert result.rows and result.num_turns >= 1
