@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from agent_server import Served
+from agent_templates import tokenizer_of
 from test_agent_runners import run_all, task_of
 
 from hybridrl.agents.command import EpisodeLogs
@@ -101,19 +102,18 @@ def test_openenv_gives_the_sum_of_the_rewards(tmp_path: Path) -> None:
         server.wait()
 
 
-@pytest.mark.parametrize("client", ["chat", "tokens"])
-def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str) -> None:
-    """The environment also contains the task set glossary of verifiers' repository."""
+@pytest.mark.parametrize(("client", "task_set"), [("chat", "glossary"), ("tokens", "reverse_text")])
+def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str, task_set: str) -> None:
+    """The environment also contains these task sets from verifiers' repository."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
-    env = {"taskset": {"id": "glossary"}, "agent": agent}
+    env = {"taskset": {"id": task_set}, "agent": agent}
     more: dict[str, Any] = {}
     if client == "tokens":
-        from agent_templates import tokenizer_of
-
         tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
-        more = {"client": client, "renderer": str(tmp_path / "tokenizer")}
-    task = {"idx": 0, "prompt": "add 17 25", "answer": "first computer programmer"}
+        more = {"client": client, "tokenizer": str(tmp_path / "tokenizer")}
+    task = {"idx": 0, "prompt": "Say something.", "answer": "first computer programmer"}
     with playing(tmp_path, "verifiers", env=env, **more) as play:
-        report, result = play("glossary 0", task=task)
+        report, result = play(f"{task_set} 0", task=task)
     assert report == Report(0.0), report
-    assert result.rows and result.num_turns >= 1
+    (row,) = result.rows
+    assert row.num_turns == 1 and bool(row.messages) == (client == "chat")

@@ -8,7 +8,7 @@ scores the episode.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import verifiers.v1 as vf
@@ -22,7 +22,11 @@ _holders: set[asyncio.Task[None]] = set()  # keep the environments' servers unti
 
 
 async def play(
-    task: AgentTask, env: Mapping[str, Any], client: str = "chat", renderer: str | None = None
+    task: AgentTask,
+    env: Mapping[str, Any],
+    client: str = "chat",
+    tokenizer: str | None = None,
+    renderer: Mapping[str, Any] | None = None,
 ) -> float:
     """Plays one task and returns the sum of its weighted rewards.
 
@@ -31,13 +35,15 @@ async def play(
         env: Section `env` of a verifiers configuration, with `taskset.id`.
         client: Form of the requests to the endpoint: "chat" for the API that the program uses, or
             "tokens" for token ids that verifiers renders itself.
-        renderer: Directory of the tokenizer with which verifiers renders.
+        tokenizer: Directory of the tokenizer with which verifiers renders.
+        renderer: Configuration of the package `renderers`, such as {"name": "qwen3"}; default: the
+            renderer of the model's name, or one that knows no tools.
 
     Raises:
         ValueError: The options are wrong, or several trainable agents took part.
         RuntimeError: The episode failed.
     """
-    context = vf.ModelContext(model=task.model, client=_client(task, client, renderer))
+    context = vf.ModelContext(model=task.model, client=_client(task, client, tokenizer, renderer))
     environment = await _serving(env)
     task_type = type(environment.taskset).task_type()
     data = task_type.data_type().model_validate(task.columns["task"])
@@ -45,7 +51,7 @@ async def play(
     episode = await environment.run_slot(slot, context)
     if not episode.ok:
         errors = [*(e for trace in episode.traces for e in trace.errors), *episode.errors]
-        raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "no result")
+        raise RuntimeError(_text_of(errors))
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         names = ", ".join(trace.agent.name for trace in trained) or "none"
@@ -62,12 +68,22 @@ def rows(env: Mapping[str, Any], **_: Any) -> Iterator[dict[str, Any]]:
         yield {"prompt": f"{name} {data['idx']}", "task": data}
 
 
-def _client(task: AgentTask, client: str, renderer: str | None) -> vf.ClientConfig:
+def _text_of(errors: Sequence[vf.Error]) -> str:
+    """Returns the last line of the last error; a program's error ends with its traceback."""
+    if not errors:
+        return "the episode ended without a result"
+    lines = [line for line in errors[-1].message.splitlines() if line.strip()]
+    return f"{errors[-1].type}: {lines[-1] if lines else 'no message'}"
+
+
+def _client(
+    task: AgentTask, client: str, tokenizer: str | None, renderer: Mapping[str, Any] | None
+) -> vf.ClientConfig:
     """Returns verifiers' configuration of a client for the endpoint."""
     if client not in CLIENTS:
         raise ValueError(f"client: got {client!r}; allowed: {', '.join(CLIENTS)}")
-    if (renderer is None) == (client == "tokens"):
-        raise ValueError("renderer: a directory with client=tokens, and no value with client=chat")
+    if (tokenizer is None) == (client == "tokens") or (renderer and client == "chat"):
+        raise ValueError("tokenizer, renderer: no value with client=chat, a directory with tokens")
     # verifiers reads API keys from environment variables, which other programs could see.
     where: dict[str, Any] = {
         "base_url": f"{task.base_url}/v1",
@@ -76,7 +92,8 @@ def _client(task: AgentTask, client: str, renderer: str | None) -> vf.ClientConf
     }
     if client == "chat":
         return vf.EvalClientConfig(**where)
-    return vf.TrainClientConfig(**where, renderer_model_name=renderer)
+    chosen = {} if renderer is None else {"renderer": dict(renderer)}
+    return vf.TrainClientConfig(**where, **chosen, renderer_model_name=tokenizer)
 
 
 async def _serving(env: Mapping[str, Any]) -> vf.Env:
