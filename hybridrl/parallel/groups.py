@@ -326,7 +326,8 @@ class World:
         if not is_unbounded:
             yield
             return
-        set_timeout = dist.distributed_c10d._set_pg_timeout
+        # torch 2.13 has only the private function; 2.15 warns about it.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         set_timeout(UNBOUNDED)
         try:
             yield
