@@ -131,6 +131,7 @@ ENGINES = {
         takes_experts=True,
         takes_expert_maps=True,
         records_experts=True,
+        reads_images=True,
         takes_adapters=True,
         adapts_direct_latents=True,
         has_fused_parameters=True,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import write_weights
+import vllm_kernels
+from engine_cases import LOGP_TOLERANCE, write_weights
+from packaged import engine_class, needs
 from tiny_images import file_of, picture, processor_of, save_processor, with_images
-from tiny_models import save_tiny_models, tiny_model
+from tiny_models import tiny_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.vision.images import FILE, decoded
+from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.hf.adapter import HfEngine
 
@@ -33,16 +38,45 @@ PROMPTS: list[dict[int, tuple[int, int, int]]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images")
-    save_tiny_models(root, ("qwen3_vl",))
-    save_processor(root / "qwen3_vl")
-    return root / "qwen3_vl"
+    model(0).save_pretrained(root)
+    save_processor(root)
+    return root
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Any:
+def model(seed: int) -> Any:
+    # Heads of a size for which vLLM has kernels on CPU.
+    return tiny_model("qwen3_vl", seed, wide=True).eval()
+
+
+def started_vllm(folder: Path) -> Any:
+    """Starts a vLLM engine without weights."""
+    vllm_kernels.register()
     hf_config = read_config(folder)
     family, _ = read_model(None, hf_config)
-    return HfEngine(hf_config, "float32", "cpu", 3, family, directory=folder)
+    settings = EngineSettings(
+        hf_config=family.for_engines(hf_config),
+        architectures=family.architectures,
+        dtype="float32",
+        max_batch=3,
+        max_tokens=120,
+        kv_cache_bytes=8 << 20,
+        directory=folder,
+    )
+    return engine_class("vllm")(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
+
+
+@pytest.fixture(
+    scope="module", params=["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
+)
+def engine(request: pytest.FixtureRequest, folder: Path, process_group: None) -> Iterator[Any]:
+    if request.param == "hf":
+        hf_config = read_config(folder)
+        family, _ = read_model(None, hf_config)
+        yield HfEngine(hf_config, "float32", "cpu", 3, family, directory=folder)
+        return
+    started = started_vllm(folder)
+    yield started
+    started.close()
 
 
 def requests(folder: Path) -> list[Request]:
@@ -57,7 +91,7 @@ def requests(folder: Path) -> list[Request]:
     return made
 
 
-def expected(model: Any, folder: Path, request: Request) -> tuple[list[int], list[float]]:
+def expected(oracle: Any, folder: Path, request: Request) -> tuple[list[int], list[float]]:
     """Returns transformers' greedy tokens and their log-probabilities."""
     tokens = torch.tensor(request.prompt)
     given: dict[str, Any] = {}
@@ -68,8 +102,8 @@ def expected(model: Any, folder: Path, request: Request) -> tuple[list[int], lis
         files = [decoded(content.arrays[FILE].tobytes()) for content in request.contents]
         processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
         given = {**processor(files, return_tensors="pt"), "mm_token_type_ids": kinds[None]}
-    model.model.rope_deltas = None
-    found = model.generate(
+    oracle.model.rope_deltas = None
+    found = oracle.generate(
         input_ids=tokens[None],
         attention_mask=torch.ones_like(tokens)[None],
         do_sample=False,
@@ -90,16 +124,16 @@ def expected(model: Any, folder: Path, request: Request) -> tuple[list[int], lis
 def test_greedy_equals_transformers_after_two_updates(engine: Any, folder: Path) -> None:
     asked = requests(folder)
     for seed in (1, 2):
-        model = tiny_model("qwen3_vl", seed).eval()
-        write_weights(engine, model, version=seed)
+        oracle = model(seed)
+        write_weights(engine, oracle, version=seed)
         for request, done in zip(asked, generate(engine, asked), strict=True):
-            tokens, logps = expected(model, folder, request)
+            tokens, logps = expected(oracle, folder, request)
             assert list(done.tokens) == tokens, request.request_id
-            assert done.logps == pytest.approx(logps, abs=1e-5)
+            assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
 
 
 def test_equal_tokens_with_other_images_have_other_responses(engine: Any, folder: Path) -> None:
-    write_weights(engine, tiny_model("qwen3_vl", 1), version=3)
+    write_weights(engine, model(1), version=3)
     request = requests(folder)[0]
     _, shape = read_model(None, read_config(folder))
     processor = processor_of(folder, shape.vision)
@@ -111,8 +145,7 @@ def test_equal_tokens_with_other_images_have_other_responses(engine: Any, folder
 
 
 def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, folder: Path) -> None:
-    model = tiny_model("qwen3_vl", 1).eval()
-    write_weights(engine, model, version=4)
+    write_weights(engine, model(1), version=4)
     asked = requests(folder)[:3]
     whole = generate(engine, asked)
     engine.submit(asked)
@@ -121,6 +154,7 @@ def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, fo
     begun = engine.pending()
     assert all(request.contents == one.contents for request, one in zip(begun, asked, strict=True))
     engine.clear()
-    write_weights(engine, model, version=5)
+    write_weights(engine, model(1), version=5)
     for done, one in zip(generate(engine, begun), whole, strict=True):
-        assert done.tokens == one.tokens and done.logps == pytest.approx(one.logps, abs=1e-5)
+        assert done.tokens == one.tokens
+        assert done.logps == pytest.approx(one.logps, abs=LOGP_TOLERANCE)

@@ -104,6 +104,7 @@ WALLS = {
             "adapters",
             "decoding",
             "experts",
+            "images",
             "memory",
             "requests",
             "routing",

@@ -119,7 +119,13 @@ def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.Monk
         }
     )
     model: Any = SimpleNamespace(
-        source=SimpleNamespace(computed_config=QWEN_7B, family=FAMILY, dtype=torch.bfloat16),
+        source=SimpleNamespace(
+            computed_config=QWEN_7B,
+            family=FAMILY,
+            shape=FAMILY.shape(QWEN_7B),
+            dtype=torch.bfloat16,
+            directory=None,
+        ),
         world=SimpleNamespace(rank=0, platform=SimpleNamespace(device=torch.device("cpu"))),
         layout=lambda: None,
         weights_in_place=dict,

@@ -14,12 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import wrapped_name
 from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
@@ -102,6 +104,10 @@ class LiveAdapters(Protocol):
 
     def check(self) -> None:
         """Raises RuntimeError if the package has dropped or moved an adapter."""
+
+
+def _load_as_in_files(load: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    load((wrapped_name(name), tensor) for name, tensor in tensors)
 
 
 class ExpertRecorder(Protocol):
@@ -300,7 +306,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         """
         layout, latent = self._base_layout, self._shape.latent
         shapes = hf_shapes(base_of(self._family), self._shape)
-        load: Any = model.load_weights
+        load_files: Any = model.load_weights
+        load = load_files
+        if self._shape.vision is not None:  # whose tensors have other names in files
+            load = partial(_load_as_in_files, load_files)
         version = self._inputs.version
         try:
             self._settle(model)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.wrapped_models import without_wrapper
+from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped
 from hybridrl.errors import UserError
 from hybridrl.rollout.engine import Request
 
@@ -41,6 +42,7 @@ class EngineSettings:
         gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache; None for no
             maximum.
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
+        directory: Directory with the model's processor files; needed if prompts have images.
     """
 
     hf_config: Mapping[str, Any]
@@ -56,6 +58,7 @@ class EngineSettings:
     records_experts: bool = False
     gpu_memory_share: float | None = None
     adapters: tuple[str, ...] = ()
+    directory: Path | None = None
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
@@ -73,11 +76,14 @@ class EngineSettings:
             records_experts=inputs.records_experts,
             gpu_memory_share=inputs.rollout.gpu_memory_share,
             adapters=inputs.adapters,
+            directory=inputs.directory,
         )
 
     def config_json(self) -> dict[str, Any]:
         """Returns the config.json for the engine."""
-        return {"architectures": list(self.architectures), **without_wrapper(self.hf_config)}
+        given = self.hf_config
+        content = wrapped(given) if has_images(given) else without_wrapper(given)
+        return {"architectures": list(self.architectures), **content}
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from hybridrl.errors import ModelError
+from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
 from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
@@ -22,6 +23,7 @@ from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
+from hybridrl.rollout.vllm.images import features_of
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.names import hf_style
@@ -72,6 +74,13 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._cache_bytes = sum(int(one.size) for one in scheduler.kv_cache_config.kv_cache_tensors)
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._runs_ahead = self._decoding.is_async
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        """Prepares images for the tower."""
+        vision, directory = self._shape.vision, self._settings.directory
+        assert vision is not None and directory is not None
+        return ImageProcessor(vision, Preprocessing.read(directory, vision))
 
     def _settle(self, model: torch.nn.Module) -> None:
         if (experts := self._placement.experts_of(self._rank)) is not None:
@@ -158,15 +167,17 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         prompt = {"type": "token", "prompt_token_ids": [*row.request.prompt, *row.tokens]}
         llm, name = self._live.llm, f"{row.request.request_id}-{self._num_named}"
         tasks = llm.get_supported_tasks()
-        llm.engine_core.add_request(
-            llm.input_processor.process_inputs(
-                name,
-                prompt,
-                params,
-                supported_tasks=tasks,
-                lora_request=self._lora_requests.get(row.request.adapter or ""),
-            )
+        request = llm.input_processor.process_inputs(
+            name,
+            prompt,
+            params,
+            supported_tasks=tasks,
+            lora_request=self._lora_requests.get(row.request.adapter or ""),
         )
+        if row.request.contents:
+            version = self._version
+            request.mm_features = features_of(row.request.contents, self._images, version)
+        llm.engine_core.add_request(request)
         self._running[name] = row
         self._num_named += 1
 

@@ -16,6 +16,7 @@ from hybridrl.rollout.common.settings import (
     kv_cache_blocks,
     usable_bytes,
 )
+from hybridrl.rollout.vllm.images import image_arguments
 
 # Positions per block of the KV cache on CPU; vLLM's default, 128, exceeds the length of many
 # responses.
@@ -63,6 +64,8 @@ def engine_arguments(
         "seed": 0,
         "enforce_eager": device_memory is None or settings.eager,
     }
+    if shape.vision is not None:
+        arguments |= image_arguments()
     if settings.ep > 1:
         arguments["enable_expert_parallel"] = True
     if settings.records_experts and shape.window is not None:

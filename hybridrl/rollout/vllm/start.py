@@ -31,9 +31,11 @@ from hybridrl.rollout.common.packaged_engine import StartedPackage, StartInputs
 from hybridrl.rollout.common.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.common.sampling import uniforms
 from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.common.stand_ins import stand_in_for
 from hybridrl.rollout.vllm.adapters import adapter_arguments, forget_addresses, split_projections
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
+from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.version import NAME, refusal
 
@@ -82,6 +84,9 @@ def start(
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
     _import_vllm(inputs.version, is_cpu)
+    if inputs.shape.vision is not None and is_cpu:
+        # Imported with the model's code, although its wheels do not load with a CPU build of torch.
+        stand_in_for(("torchvision",))
     from vllm.distributed import parallel_state
 
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
@@ -98,6 +103,7 @@ def start(
         _after_caching(listen),
         second_runner(settings.architectures),
         any_world_size(settings.architectures),
+        without_processor(inputs.shape, settings),
         experts_without_adapters() if inputs.slots is not None else contextlib.nullcontext(),
     ):
         llm = _make_engine(settings, arguments, inputs.version, layout.place(inputs.rank))

@@ -1,0 +1,99 @@
+"""Passes images to vLLM, as pixel values that the trainer's own code has made.
+
+vLLM's processor of images is not used: it would resize and normalize with other code than the
+trainer, needs a tokenizer, and on CPUs a torchvision that loads. A request that is passed to vLLM's
+core contains the prompt's tokens, with a placeholder for each feature of an image, and the values
+that the vision tower reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybridrl.contracts.prompts import Content
+from hybridrl.models.family import ModelShape
+from hybridrl.models.vision.images import GRID, ImageProcessor
+from hybridrl.models.vision.tower import pixel_values
+from hybridrl.rollout.common.process_state import replaced
+from hybridrl.rollout.common.settings import EngineSettings
+
+IMAGE = "image"
+MAX_IMAGES = 999  # per prompt, as in vLLM
+
+
+def image_arguments() -> dict[str, Any]:
+    """Returns keywords of vLLM's EngineArgs for a model with a vision tower."""
+    return {
+        "limit_mm_per_prompt": {IMAGE: MAX_IMAGES, "video": 0},
+        # Every rank has a whole tower, as in training.
+        "mm_encoder_tp_mode": "data",
+        # These need vLLM's own processor.
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": True,
+    }
+
+
+@contextlib.contextmanager
+def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[None]:
+    """Context manager: engines that start in this context have no processor of images.
+
+    vLLM asks the processor only for limits, by which it sizes the cache of features: an image has
+    at most as many tokens as a request.
+    """
+    if shape.vision is None:
+        yield
+        return
+    from vllm.multimodal.registry import MultiModalRegistry
+
+    def create_processor(_: Any, model_config: Any, *__: Any, **___: Any) -> Any:
+        info = SimpleNamespace(
+            ctx=SimpleNamespace(model_config=model_config),
+            supported_mm_limits={IMAGE: None},
+            allowed_mm_limits={IMAGE: MAX_IMAGES},
+            skip_prompt_length_check=False,
+            get_mm_max_tokens_per_item=lambda **_: {IMAGE: settings.max_tokens},
+        )
+        return SimpleNamespace(info=info)
+
+    with replaced(MultiModalRegistry, "create_processor", create_processor):
+        yield
+
+
+def features_of(contents: Sequence[Content], processor: ImageProcessor, version: int) -> list[Any]:
+    """Returns vLLM's description of a prompt's images.
+
+    Args:
+        version: Version of the weights. It is part of the name by which vLLM caches features, so
+            features of an earlier tower are not used.
+    """
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalFieldConfig,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    if not contents:
+        return []
+    grids = torch.tensor([content.arrays[GRID].tolist() for content in contents])
+    values = pixel_values(processor, contents, torch.device("cpu"))
+    given: Any = {"pixel_values": values, "image_grid_thw": grids}
+    fields: Mapping[str, Any] = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
+    }
+    items = MultiModalKwargsItems.from_hf_inputs(given, fields)[IMAGE]
+    return [
+        MultiModalFeatureSpec(
+            data=item,
+            modality=IMAGE,
+            identifier=f"{content.key}-{version}",
+            mm_position=PlaceholderRange(offset=content.start, length=content.num_tokens),
+        )
+        for content, item in zip(contents, items, strict=True)
+    ]
