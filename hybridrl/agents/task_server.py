@@ -6,7 +6,8 @@ need a token of their own, sent as `Authorization: Bearer TOKEN`. It is random u
 environment variable HYBRIDRL_TASK_TOKEN has one.
 
 Who waits for whom: `start` queues a task and returns. Handlers run in the endpoint's thread and
-wait only for tasks, at most MAX_WAIT_S. Another thread ends late tasks. Invariant: each task is
+wait only for tasks, at most MAX_WAIT_S; results are passed on in other threads, because they may
+call the user's code. Another thread ends late tasks. Invariant: each task is
 either waiting or taken by one taker, under an id that only this taker knows. If the taker is not
 heard of for `lease_s` seconds, or gives the task back, the episode begins again.
 """
@@ -161,14 +162,14 @@ class TaskServer:
             report = checked_report(body.get("reward"))
         else:
             report = Report(failure=(f"reported the error {short(error)} for {WHERE}", TAKER))
-        self._finish(taken, report)
+        await asyncio.to_thread(self._finish, taken, report)
         return web.json_response({})
 
     async def _give_back(self, request: web.Request) -> web.Response:
         """Gives a task to the next taker."""
         await self._body(request)
         taken = self._end(request)
-        taken.done(Report(begins_again=True))
+        await asyncio.to_thread(taken.done, Report(begins_again=True))
         return web.json_response({})
 
     async def _body(self, request: web.Request) -> dict[str, Any]:

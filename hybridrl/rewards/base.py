@@ -207,7 +207,8 @@ class Scorer:
     @property
     def drops(self) -> bool:
         """Whether samples without a score may be dropped."""
-        return self._config.on_error == "drop" or self._has_agents
+        has_untrainable = self._has_agents and self._config.on_error == "value"
+        return self._config.on_error == "drop" or has_untrainable
 
     def responses(self, batch: RolloutBatch) -> list[str]:
         """Returns the text of each response, including observations but no special tokens."""
