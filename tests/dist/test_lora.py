@@ -31,6 +31,7 @@ MORE_ON_TWO = (
 WITH_EXPERTS_ON_FOUR = (
     "2,2,1,1,experts",
     "2,1,1,1,ep=2,experts",
+    "2,1,1,1,etp=2,experts",
     "1,1,1,1,ep=2,etp=2,experts,full",
     "4,1,1,1,etp=2,ep=2,experts,selective",
 )

@@ -49,7 +49,7 @@ def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lo
     regions: dict[str, list[Region]] = {}
     for region in layout.regions:
         regions.setdefault(region.local, []).append(region)
-    output_rows = _OutputRows()
+    output_rows = _OutputRows(next(chunks[0].parameters()).device)
     for local in layout.shapes:
         module, _, name = local.rpartition(".")
         if name != B:
@@ -70,9 +70,13 @@ class _OutputRows:
     """Finds which rows of a layer's output its adapters change.
 
     Layers with equal rows, such as the experts of a model, share the tensors.
+
+    Args:
+        device: Device of the tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._found: dict[tuple[tuple[int, int, int], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(
@@ -92,7 +96,10 @@ class _OutputRows:
         if spans not in self._found:
             rows = [row for start, stop, _ in spans for row in range(start, stop)]
             places = [place for start, stop, place in spans for _ in range(start, stop)]
-            self._found[spans] = torch.tensor(rows), torch.tensor(places)
+            self._found[spans] = (
+                torch.tensor(rows, device=self._device),
+                torch.tensor(places, device=self._device),
+            )
         return self._found[spans]
 
 
@@ -122,7 +129,7 @@ def _adapt(
     self.lora_rank, self.lora_scale, self.lora_is_on = lora.rank, lora.scale, True
     self.lora_group = parallel if is_parallel and not is_expert else None
     self.lora_is_row, self.lora_num_projections = is_row, shapes[0][0] // lora.rank
-    self.lora_rows, self.lora_places = rows.to(weight.device), places.to(weight.device)
+    self.lora_rows, self.lora_places = rows, places
     self.lora_is_dense = len(rows) == weight.size(0) and self.lora_num_projections == 1
     for name, shape in zip((A, B), shapes, strict=True):
         is_sharded = is_parallel and (name == A) == is_row

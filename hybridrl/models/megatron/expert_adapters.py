@@ -82,7 +82,7 @@ def add_expert_adapter(
             name, new_parameter(name, shape, weight, group if is_copy else None)
         )
     one: Any = adapter
-    one.lora_rows, one.lora_places = rows.to(weight.device), places.to(weight.device)
+    one.lora_rows, one.lora_places = rows, places
     self.adapters.append(adapter)
 
 
