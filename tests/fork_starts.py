@@ -38,8 +38,13 @@ MAX_DESCRIPTORS = 16  # in one request
 _Popen = subprocess.Popen
 COLD = "HYBRIDRL_COLD_STARTS"
 SERVER = Path(__file__).with_name("fork_server.py")
-# Packages whose modules need a GPU or an engine.
-ENGINES = ("hybridrl.kernels", "hybridrl.rollout.sglang", "hybridrl.rollout.vllm")
+# Packages whose modules need a GPU, an engine or another package that is not installed everywhere.
+NEEDING_MORE = (
+    "hybridrl.agents.connectors",
+    "hybridrl.kernels",
+    "hybridrl.rollout.sglang",
+    "hybridrl.rollout.vllm",
+)
 HAS_VLLM = find_spec("vllm") is not None
 # Modules that libraries import only when a run uses them. cloudpickle comes with vLLM.
 LAZY = (
@@ -58,10 +63,11 @@ LAZY = (
 
 
 def _modules(package: Path) -> tuple[str, ...]:
-    """Returns all modules of a package except ENGINES."""
+    """Returns all modules of a package except NEEDING_MORE."""
     files = sorted(package.rglob("*.py"))
     names = [".".join(file.relative_to(package.parent).with_suffix("").parts) for file in files]
-    return tuple(name.removesuffix(".__init__") for name in names if not name.startswith(ENGINES))
+    wanted = [name for name in names if not name.startswith(NEEDING_MORE)]
+    return tuple(name.removesuffix(".__init__") for name in wanted)
 
 
 RANKS = ("torch", "transformers", *_modules(Path(__file__).parents[1] / "hybridrl"), *LAZY)
