@@ -202,7 +202,7 @@ def phases() -> None:
     d.text(
         16,
         286,
-        "* or in host memory (train.offload_optimizer). If a whole step shows that",
+        "* or in host memory (train.optimizer_memory). If a whole step shows that",
         "soft",
     )
     d.text(16, 304, "both phases fit at the same time, nothing is freed any more.", "soft")

@@ -90,11 +90,9 @@ class HostCopies:
             return
         if num_bytes < FIRST_BYTES or num_bytes * num_ranks > available_bytes() / 2:
             return
-        runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
-        locks = partial(_lock, device), runtime.cudaHostUnregister
         with suppress(OSError):
             more = num_bytes + FIRST_BYTES  # additional space to align tensors
-            self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *locks)
+            self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *page_locks())
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Starts to copy a tensor from any device to the host. Call `finish` before reading the
@@ -119,10 +117,14 @@ class HostCopies:
         """
 
         def allocate(
-            number: int, key: tuple[int, str], num_elements: int, device: torch.device
+            number: int,
+            key: tuple[int, str],
+            num_elements: int,
+            dtype: torch.dtype,
+            device: torch.device,
         ) -> torch.Tensor:
             name, shape = (model, number, *key), torch.Size([num_elements])
-            found = self._kept_as(name, shape, torch.float32, device.type == "cuda")
+            found = self._kept_as(name, shape, dtype, device.type == "cuda")
             begin = found.data_ptr()
             if begin not in self._allocated:
                 insort(self._begins, begin)
@@ -176,6 +178,11 @@ class HostCopies:
         """
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+
+def page_locks() -> tuple[Callable[[int, int], None], Callable[[int], object]]:
+    """Returns functions for `ReservedMemory` that lock and unlock memory for the current device."""
+    return partial(_lock, torch.cuda.current_device()), torch.cuda.cudart().cudaHostUnregister
 
 
 def _lock(device: int, address: int, num_bytes: int) -> None:

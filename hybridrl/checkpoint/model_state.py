@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Mesh
 
+_BITS = {2: torch.int16, 4: torch.int32}  # integers by their size in bytes
 # Suffix of the keys of get_extra_state. transformer-engine numbers them for grouped experts.
 EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
@@ -120,7 +121,7 @@ def load_model(
         world.platform.megatron_phase(),
     ):
         try:
-            asked = sharded_state(model, is_loading=True)
+            asked = sharded_state(model, is_loading=True, stored=reader.keys)
             loaded = torch_dist_format.load(asked, plain, reader.load)
         except (CheckpointingException, CheckpointException) as error:
             met = first_failure(error) if isinstance(error, CheckpointException) else error
@@ -168,7 +169,10 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
 
 
 def sharded_state(
-    model: Saved, is_loading: bool, allocators: Callable[[int], Allocator] | None = None
+    model: Saved,
+    is_loading: bool,
+    allocators: Callable[[int], Allocator] | None = None,
+    stored: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Returns the state dictionary that Megatron saves, or fills while loading. It is empty on
     ranks outside the mesh. Collective over the mesh, which must be active.
@@ -176,7 +180,7 @@ def sharded_state(
     Args:
         model: Model to save or to load.
         is_loading: Whether a checkpoint will be loaded into the tensors.
-        allocators: See `own_shares`.
+        allocators, stored: See `own_shares`.
     """
     if not model.mesh.is_member:
         return {}
@@ -195,7 +199,7 @@ def sharded_state(
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
-    with own_shares(model.optimizer.chained_optimizers, allocators):
+    with own_shares(model.optimizer.chained_optimizers, allocators, stored):
         parts["optimizer"] = model.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=metadata
         )
@@ -260,7 +264,8 @@ def _separate_storages(state: dict[str, Any]) -> None:
         if not isinstance(part, ShardedTensor) or not part.data.is_cpu:
             continue
         if not part.data.untyped_storage().resizable():
-            part.data = torch.from_numpy(part.data.numpy())
+            bits = part.data.view(_BITS[part.data.element_size()])  # numpy has no bf16
+            part.data = torch.from_numpy(bits.numpy()).view(part.data.dtype)
 
 
 def _saved_weights(

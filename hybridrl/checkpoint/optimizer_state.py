@@ -14,15 +14,20 @@ With more than one replica, nearly every parameter is cut, so most of the state 
 saved states to each other over NCCL in rounds of bounded size, and then copy the states directly to
 the page-locked memory of checkpoint copies, if there is any. With gloo, sending took 11 s for a
 state of 13 GB per rank (benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
+
+Adam's states are fp32 masters and fp32 moments. A PackedAdam has bf16 moments, and remainders in
+place of masters; its states are saved as they are. Each kind of optimizer reads the files of the
+other. Moments are then converted. A master is restored from a weight and its remainder, and a
+remainder is the difference between a master and its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,21 +37,43 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
-STATES = (
-    "param",
-    "exp_avg",
-    "exp_avg_sq",
-)  # Megatron's names for the fp32 weight and Adam's moments.
+from hybridrl.checkpoint.fp32_remainders import joined
+
+# Megatron's names for the fp32 weight and Adam's moments.
+MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
+STATES = (MASTER, *MOMENTS)
+REMAINDER = "remainder"  # low 16 bits of the fp32 weight (fp32_remainders.py)
 STEPS = "steps"  # Key of the step count in the state of an Adam optimizer that has no parameters.
 # Maximum total size of the pieces in transit on the host while loading. Waiting for each piece
 # would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # maximum that a rank sends or receives per round; size of the GPU buffer
 
-Allocator = Callable[[tuple[int, str], int, torch.device], Tensor]
+Kinds = Mapping[str, torch.dtype]
+"""Names and data types of a parameter's states."""
+
+Allocator = Callable[[tuple[int, str], int, torch.dtype, torch.device], Tensor]
 """Returns host memory for one state of a whole parameter, given the parameter's number in the
-optimizer and the state's name, the number of fp32 elements, and the device that contains them.
+optimizer and the state's name, the number of elements, their type, and the device of the parameter.
 """
+
+
+@runtime_checkable
+class PackedAdam(Protocol):
+    """An Adam with bf16 moments and remainders (training/piecewise_adam.py).
+
+    Attributes:
+        on_host: Whether the states are in host memory, from which checkpoints are written.
+        state: States of each parameter's shard, by name.
+    """
+
+    on_host: bool
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
+
+    def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
+        """Sets a state of a parameter's shard; Megatron calls this."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,18 +89,35 @@ class _Cut:
         """Ranks and slices of the pieces that are not on the keeper."""
         return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
 
-    def empty(self) -> Tensor:
+    def empty(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns uninitialized memory for one state of the whole parameter. Its pages are
         allocated when they are written.
 
         numpy allocates the memory, so that each view can become a tensor with a separate storage.
         """
-        return torch.from_numpy(np.empty(self.parameter.numel(), np.float32))
+        num_bytes = self.parameter.numel() * dtype.itemsize
+        return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype)
+
+
+def kinds_of(optimizer: Any, parameter: Tensor) -> Kinds:
+    """Returns the states that a distributed optimizer has of a parameter."""
+    if not isinstance(optimizer.optimizer, PackedAdam):
+        return dict.fromkeys(STATES, torch.float32)
+    found = dict.fromkeys(MOMENTS, torch.bfloat16)
+    return found if parameter.dtype == torch.float32 else {**found, REMAINDER: torch.int16}
+
+
+def _kinds_to_read(optimizer: Any, parameter: Tensor, names: Collection[str]) -> Kinds:
+    """Returns the states that `names`, a checkpoint's states of a parameter, allow to load."""
+    own, others = kinds_of(optimizer, parameter), {MASTER: torch.float32, REMAINDER: torch.int16}
+    return {name: own.get(name) or others[name] for name in names}
 
 
 @contextmanager
 def own_shares(
-    optimizers: Iterable[Any], allocators: Callable[[int], Allocator] | None = None
+    optimizers: Iterable[Any],
+    allocators: Callable[[int], Allocator] | None = None,
+    stored: Collection[str] | None = None,
 ) -> Iterator[None]:
     """Context manager: until it exits, `sharded_state_dict` of Megatron's distributed optimizers
     returns only the parameters that this rank writes and reads. The optimizer states must exist.
@@ -84,12 +128,13 @@ def own_shares(
         optimizers: `DistributedOptimizer`s.
         allocators: Function that maps an optimizer's number to an allocator of host memory for
             saved states. If None, new memory is allocated for each save.
+        stored: Keys of the tensors in the checkpoint that will be loaded; None when saving.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
     for number, optimizer in enumerate(optimizers):
         allocate = None if allocators is None else allocators(number)
-        setattr(optimizer, name, partial(_param_state, optimizer, allocate))
+        setattr(optimizer, name, partial(_param_state, optimizer, allocate, stored or ()))
     try:
         yield
     finally:
@@ -98,8 +143,8 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Completes loaded states with the pieces that other ranks have read. Collective over the
-    data-parallel ranks.
+    """Completes loaded states with the pieces that other ranks have read, and restores masters
+    from remainders. The model's weights must be loaded. Collective over the data-parallel ranks.
 
     Args:
         optimizers: `DistributedOptimizer`s.
@@ -110,12 +155,14 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
         state = states if len(optimizers) == 1 else states[number]
         found = state.setdefault("param_state", {})
         exchange = _Exchange(optimizer.data_parallel_group_gloo)
-        for index, cut in enumerate(_cuts(optimizer, exchange.size)):
+        cuts = list(_cuts(optimizer, exchange.size))
+        kinds = exchange.all_kinds(found)
+        for index, cut in enumerate(cuts):
             if exchange.rank not in cut.pieces or len(cut.pieces) == 1:
                 continue
             if exchange.rank != cut.keeper:
-                found[index] = {name: cut.empty() for name in STATES}
-            for name in STATES:
+                found[index] = {name: cut.empty(dtype) for name, dtype in kinds[index].items()}
+            for name in kinds[index]:
                 whole = found[index][name].reshape(-1)
                 if exchange.rank != cut.keeper:
                     exchange.receive(whole[cut.pieces[exchange.rank]], cut.keeper)
@@ -123,6 +170,19 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
                 for peer, span in cut.others:
                     exchange.send(whole[span], peer)
         exchange.wait()
+        if not isinstance(optimizer.optimizer, PackedAdam):
+            for index, cut in enumerate(cuts):
+                if exchange.rank in cut.pieces and MASTER not in found[index]:
+                    found[index][MASTER] = _master(cut.parameter, found[index])
+
+
+@torch.no_grad()
+def _master(parameter: Tensor, states: dict[str, Tensor]) -> Tensor:
+    """Returns the flat fp32 master of a whole parameter, on the host. Removes the remainder."""
+    weight = parameter.detach().flatten().cpu()
+    if (remainder := states.pop(REMAINDER, None)) is None:
+        return weight.float()
+    return joined(weight.to(torch.bfloat16), remainder.reshape(-1).cpu())
 
 
 def count_step(adam: Any, num_steps: int = 1) -> None:
@@ -144,16 +204,18 @@ def kept_bytes(optimizers: Iterable[Any]) -> int:
     """Returns how many bytes of optimizer state this rank writes."""
     groups = [(one, one.data_parallel_group_gloo) for one in optimizers]
     return sum(
-        len(STATES) * np.dtype(np.float32).itemsize * cut.parameter.numel()
+        dtype.itemsize * cut.parameter.numel()
         for optimizer, group in groups
         for cut in _cuts(optimizer, group.size())
         if cut.keeper == group.rank()
+        for dtype in kinds_of(optimizer, cut.parameter).values()
     )
 
 
 def _param_state(
     optimizer: Any,
     allocate: Allocator | None,
+    stored: Collection[str],
     model_state: Mapping[str, Any],
     is_loading: bool,
     metadata: Mapping[str, Any],
@@ -163,6 +225,7 @@ def _param_state(
     Args:
         optimizer: A `DistributedOptimizer`.
         allocate: Allocator of memory for saved states; if None, new memory is allocated.
+        stored: Keys of the tensors in the checkpoint that will be loaded.
         model_state: Sharded state of the model; its tensors are the parameters themselves.
         is_loading: Whether a checkpoint will be loaded into the tensors. For parameters that only
             this rank has, the optimizer's own tensors are returned.
@@ -170,7 +233,7 @@ def _param_state(
 
     Returns:
         Megatron's sharded tensors, by the number of the parameter in the optimizer and then by the
-        name in STATES.
+        name of the state.
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
@@ -182,7 +245,13 @@ def _param_state(
         cut.parameter in described and not any(described[cut.parameter].replica_id[:-1])
         for cut in cuts
     ]
-    kept = _to_fill(optimizer, cuts) if is_loading else _gathered(optimizer, cuts, writes, allocate)
+    if is_loading:
+        kinds = [
+            _kinds_to_read(optimizer, cut.parameter, _names(described, cut, stored)) for cut in cuts
+        ]
+        kept = _to_fill(optimizer, cuts, kinds)
+    else:
+        kept = _gathered(optimizer, cuts, writes, allocate)
     return {
         index: _sharded(described, cut.parameter, kept[index])
         for index, cut in enumerate(cuts)
@@ -190,20 +259,40 @@ def _param_state(
     }
 
 
-def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor]]:
+def _names(described: Mapping[Tensor, Any], cut: _Cut, stored: Collection[str]) -> list[str]:
+    """Returns the names of a parameter's states in a checkpoint."""
+    if cut.parameter not in described:
+        raise ValueError(f"a parameter of shape {cut.parameter.shape} is not in the model's state")
+    key = described[cut.parameter].key
+    other = REMAINDER if _key(REMAINDER, key) in stored else MASTER
+    # An fp32 parameter of a PackedAdam is its own master.
+    is_whole = _key(other, key) not in stored and any(
+        one.startswith(_key(REMAINDER, "")) for one in stored
+    )
+    return [*MOMENTS] if is_whole else [other, *MOMENTS]
+
+
+def _key(name: str, key_of_weight: str) -> str:
+    return f"optimizer.state.{name}.{key_of_weight}"
+
+
+def _to_fill(
+    optimizer: Any, cuts: Sequence[_Cut], kinds: Sequence[Kinds]
+) -> dict[int, dict[str, Tensor]]:
     """Returns the destinations of the states that this rank reads, by parameter number."""
     rank, found = optimizer.data_parallel_group_gloo.rank(), {}
     for index, cut in enumerate(cuts):
         if rank not in cut.pieces:
             continue
-        if len(cut.pieces) > 1:
-            found[index] = {name: cut.empty() for name in STATES}
-            continue
-        found[index] = own = _own_states(optimizer, cut)
-        if own["param"].dtype == cut.parameter.dtype:
+        own = _own_states(optimizer, cut) if len(cut.pieces) == 1 else {}
+        if MASTER in own and own[MASTER].dtype == cut.parameter.dtype:
             # This is the model's parameter itself. The model's weights are loaded into it at the
             # same time, and Megatron overwrites them with the loaded state afterwards.
-            own["param"] = cut.empty()
+            del own[MASTER]
+        found[index] = {
+            name: own[name] if name in own else cut.empty(dtype)
+            for name, dtype in kinds[index].items()
+        }
     return found
 
 
@@ -232,12 +321,15 @@ def _gathered(
             continue
         size, device = cut.parameter.numel(), cut.parameter.device
         kept[index] = {
-            name: cut.empty() if allocate is None else allocate((index, name), size, device)
-            for name in STATES
+            name: cut.empty(dtype)
+            if allocate is None
+            else allocate((index, name), size, dtype, device)
+            for name, dtype in kinds_of(optimizer, cut.parameter).items()
         }
         for name, whole in kept[index].items():
             whole[cut.pieces[rank]].copy_(own[index][name].view(-1), non_blocking=True)
-    rounds = list(_rounds(cuts, optimizer.data_parallel_group_gloo.size()))
+    kinds = [kinds_of(optimizer, cut.parameter) for cut in cuts]
+    rounds = list(_rounds(cuts, kinds, optimizer.data_parallel_group_gloo.size()))
     if not rounds:
         return kept
     device = cuts[0].parameter.device
@@ -257,7 +349,7 @@ def _staging(device: torch.device) -> Tensor | None:
     """
     if not _is_gpu(device):
         return None
-    return torch.empty(ROUND_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device)
+    return torch.empty(ROUND_BYTES, dtype=torch.uint8, device=device)
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -265,6 +357,10 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
+    inner = optimizer.optimizer
+    if isinstance(inner, PackedAdam):
+        group, index = optimizer.model_param_group_index_map[cut.parameter]
+        return dict(inner.state[inner.param_groups[group]["params"][index]])
     states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
     return {name: states[name].detach() for name in STATES}
 
@@ -302,20 +398,20 @@ class _Sent(NamedTuple):
     part: slice
 
 
-def _rounds(cuts: Sequence[_Cut], num_ranks: int) -> Iterator[list[_Sent]]:
+def _rounds(cuts: Sequence[_Cut], kinds: Sequence[Kinds], num_ranks: int) -> Iterator[list[_Sent]]:
     """Yields the rounds, which are identical on all ranks. No rank sends or receives more than
     ROUND_BYTES per round.
     """
-    most = ROUND_BYTES // np.dtype(np.float32).itemsize
     found: list[_Sent] = []
     counts = np.zeros((2, num_ranks), np.int64)
     for index, cut in enumerate(cuts):
-        for name in STATES:
+        for name, dtype in kinds[index].items():
+            most = ROUND_BYTES // dtype.itemsize
             for sender, piece in cut.others:
                 for begin in range(piece.start, piece.stop, most):
                     end = min(begin + most, piece.stop)
-                    size = end - begin
-                    if max(counts[0, sender], counts[1, cut.keeper]) + size > most:
+                    size = (end - begin) * dtype.itemsize
+                    if max(counts[0, sender], counts[1, cut.keeper]) + size > ROUND_BYTES:
                         yield found
                         found, counts = [], np.zeros_like(counts)
                     counts[0, sender] += size
@@ -339,18 +435,18 @@ def _send_round(
         sent: Pieces of the round.
         own, kept: Pieces on this rank, and parameters that this rank assembles.
         group: Data-parallel ranks.
-        staging: Receive buffer on the GPU; if None, pieces are received directly.
+        staging: Receive buffer on the GPU, uint8; if None, pieces are received directly.
     """
     rank, used = group.rank(), 0
     transfers: list[dist.P2POp] = []
     arrivals: list[tuple[Tensor, Tensor]] = []
     for (index, name), sender, keeper, span, part in sent:
         if rank == sender:
-            piece = own[index][name].reshape(-1)[part]
+            piece = own[index][name].reshape(-1)[part].view(torch.uint8)  # NCCL lacks int16
             piece = piece if staging is None else piece.to(staging.device)
             transfers.append(dist.P2POp(dist.isend, piece, group=group, group_peer=keeper))
         elif rank == keeper:
-            place = kept[index][name][span]
+            place = kept[index][name][span].view(torch.uint8)
             if staging is not None:
                 arrivals.append((place, staging[used : used + place.numel()]))
                 place = arrivals[-1][1]
@@ -391,7 +487,7 @@ def _sharded(
     parts = {}
     for name, tensor in tensors.items():
         changes: dict[str, Any] = {
-            "key": f"optimizer.state.{name}.{of_model.key}",
+            "key": _key(name, of_model.key),
             "data": tensor.view(of_model.data.shape),
             # The last coordinate is the data-parallel rank. It is 0, because only the keeper has
             # the tensor.
@@ -445,12 +541,24 @@ class _Exchange:
         self._under_way: list[tuple[Any, Tensor]] = []
         self._num_bytes = 0
 
+    def all_kinds(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Kinds]:
+        """Returns the kinds of all states that the ranks have read, by parameter number.
+        Collective.
+        """
+        own = {i: {name: one.dtype for name, one in states.items()} for i, states in found.items()}
+        kinds: list[Any] = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(kinds, own, group=self._group)
+        return {index: one for read in kinds for index, one in read.items()}
+
     def send(self, piece: Tensor, peer: int) -> None:
         """Begins to send a contiguous piece."""
+        piece = piece.view(torch.uint8)
         self._add(dist.isend(piece, group=self._group, group_dst=peer), piece)
 
     def receive(self, place: Tensor, peer: int) -> None:
         """Begins to receive a piece at its destination."""
+        place = place.view(torch.uint8)
         self._add(dist.irecv(place, group=self._group, group_src=peer), place)
 
     def wait(self) -> None:

@@ -226,6 +226,7 @@ class ShardedReader:
 
     def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
         index = load_index(folder, part, manifest)
+        self.keys = frozenset(index.state_dict_metadata)  # names of the tensors
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:

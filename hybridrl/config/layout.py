@@ -19,7 +19,7 @@ CHOSEN_KEYS = (
     "train.cp",
     "train.ep",
     "train.recompute",
-    "train.offload_optimizer",
+    "train.optimizer_memory",
     "train.micro_batch_tokens",
     "rollout.tp",
     "rollout.ep",
@@ -31,7 +31,7 @@ class LayoutConfig(Section):
     """Automatic choice of the layout. `layout: auto` is short for `layout.choose: auto`."""
 
     choose: Literal["config", "auto"] = "config"
-    """With 'auto', values are chosen for train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and for rollout.tp, ep, so that the predicted step time is shortest and the run fits into memory; keys that are set explicitly are not changed. With the default, 'config', the configuration's values are used."""
+    """With 'auto', values are chosen for train.tp, pp, cp, ep, recompute, optimizer_memory, micro_batch_tokens and for rollout.tp, ep, so that the predicted step time is shortest and the run fits into memory; keys that are set explicitly are not changed. With the default, 'config', the configuration's values are used."""
     mean_prompt_tokens: int | None = Field(None, ge=1)
     """Typical length of a prompt in tokens, used to predict times and typical memory. The default is data.max_prompt_tokens, because a plan does not read the data."""
     mean_response_tokens: int | None = Field(None, ge=1)

@@ -23,6 +23,7 @@ from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_images import image_rules
 from hybridrl.config.rules_lora import lora_section_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
+from hybridrl.config.rules_optimizer import optimizer_rules
 from hybridrl.config.rules_placement import (
     AUTO_ORDER,
     expert_grid_rules,
@@ -98,6 +99,7 @@ def check(
         *mix_rules(config),
         *_training_rules(config),
         *_release_rules(config, default_dtype),
+        *optimizer_rules(config, default_dtype),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),

@@ -161,19 +161,13 @@ class CheckpointConfig(Section):
     every_s: float = Field(600.0, ge=0)
     """Seconds of training after which a checkpoint is written at the end of the current step; 0 disables this. With the default, 600, a failure costs about ten minutes of training at most."""
     asynchronous: bool = True
-    """Whether training continues while a checkpoint is written from copies in host memory. Checkpoints are always written synchronously at the last step, after a stopping signal, and with `export_hf`. On by default; turn it off if the hosts have less memory than `hybridrl plan` reports."""
+    """Whether training continues while a checkpoint is written from copies in host memory. Checkpoints are always written synchronously at the last step, after a stopping signal, with `export_hf`, and with train.optimizer_memory=host. On by default; turn it off if the hosts have less memory than `hybridrl plan` reports."""
     copy_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Number of steps between copies of the training state to host memory; 0 makes no copies. Each host's copy is also stored on another host, and restarts (`run.max_restarts`) continue from these copies. With the default, 'auto', copying takes about 3% of the training time."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep, among those that this run wrote or resumed from. With the default, 2, an older checkpoint remains if the newest is damaged."""
     export_hf: bool | Literal["peft"] = False
     """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. LoRA adapters are merged into the weights; with 'peft', they are written alone as a PEFT directory. Off by default, because `hybridrl convert` can write the directory later."""
-
-    @property
-    def is_written_from_copies(self) -> bool:
-        """Whether checkpoints during training are written from copies in host memory."""
-        is_saved = bool(self.every or self.every_s)
-        return is_saved and self.asynchronous and not self.export_hf
 
 
 class Config(Section):

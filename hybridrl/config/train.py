@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridrl.config.lists import OptionalTexts
 from hybridrl.config.section import Section
@@ -78,11 +78,26 @@ class TrainConfig(Section):
     """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on where it is known to be faster: on CPU, and with transformer-engine's layers if train.cp is 1."""
     fp32_residual: bool = False
     """Whether the residual stream between layers is fp32, which brings bf16 results closer to fp32. Off by default, because it costs memory and bandwidth."""
-    offload_optimizer: bool = False
-    """Whether the optimizer state is moved to pinned host memory during rollout. Off by default, because it usually fits into GPU memory alongside the KV cache."""
+    optimizer_memory: Literal["auto", "device", "low_precision", "host"] = "auto"
+    """Where the optimizer state is, and in which precision: 'device' keeps fp32 master weights and fp32 moments on the GPU, 12 bytes per parameter; 'low_precision' keeps masters as bf16 weights with 16-bit remainders, which lose nothing, and bf16 moments, 6 bytes; 'host' keeps the same 6 bytes in pinned host memory and copies them through the GPU in pieces during the optimizer step. The default, 'auto', is the first of these levels with which the run fits into GPU memory, and 'device' on CPU and with a placement; `hybridrl plan` prints the level and its cost."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are accumulated over micro-batches and summed over ranks. The default is float32, because bf16 sums round after each micro-batch; bfloat16 halves the memory of gradients and needs optimizer_memory low_precision or host."""
     fuse_param_gather: bool = False
     """Whether engines receive their weights directly from the optimizer's shards, while the trainer's parameters are gathered during rollout. Off by default, because this sends more bytes unless rollout.tp exceeds train.tp."""
     release_weights_in_rollout: bool = False
     """Whether the bf16 training weights are freed during rollout and rebuilt from the fp32 master weights. Off by default, because it costs a gather per step and engines cannot share weight memory with the trainer."""
     critic_learning_rate: float | None = Field(None, ge=0)
     """Learning rate of the critic in algorithms that also train a policy (PPO); reward_model uses train.learning_rate instead. The default is train.learning_rate, so that there is one knob fewer to set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys(cls, values: Any) -> Any:
+        """Drops `offload_optimizer: false`, which runs of earlier versions have saved."""
+        if not isinstance(values, dict) or "offload_optimizer" not in values:
+            return values
+        if values["offload_optimizer"]:
+            raise ValueError(
+                "offload_optimizer: nothing: use train.optimizer_memory=host, which keeps the "
+                "state in host memory all the time, with bf16 moments"
+            )
+        return {key: value for key, value in values.items() if key != "offload_optimizer"}

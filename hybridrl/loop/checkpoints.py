@@ -21,6 +21,7 @@ from hybridrl.checkpoint.folders import SavedState
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import run_folder
+from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.schema import Config
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.sampler import Sampler
@@ -112,7 +113,7 @@ class Checkpoints(Observer):
     def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
         self.store.finish_if_written()
         if self.is_due(number, last):
-            self.save(waits=number == last or not self._config.checkpoint.asynchronous)
+            self.save(waits=number == last)
 
     def fit_ends(self) -> None:
         self.copies.close()
@@ -156,13 +157,10 @@ class Checkpoints(Observer):
         """Writes `checkpoints/step_N`; see `Trainer.save_checkpoint`."""
         with self.locked():
             was_rollout, state = self._phases.is_rollout, self._state()
-            # Reload an offloaded optimizer state and free the engine's memory.
             self._phases.enter_training(frees_memory=True)
             with self._journal.phase("checkpoint"):
-                waits = waits or bool(
-                    self._config.checkpoint.export_hf
-                )  # an export reads the weights
                 trained, files = self._roles.trained, self._roles.source.files
+                waits = waits or not is_written_from_copies(self._config)
                 folder = self.store.save(self._position.step, trained, state, files, waits)
                 self._exports.write(folder, trained, self._evaluations.by_step)
             self._saved_step = self._position.step

@@ -16,6 +16,7 @@ from hybridrl.checkpoint.model_state import Saved
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.checkpoint.writing import Content, ModelFiles
 from hybridrl.config.identity import run_folder
+from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
 
@@ -46,7 +47,7 @@ class Copies:
         trains: bool = True,
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
-        self._saves_from_copies = config.checkpoint.is_written_from_copies
+        self._saves_from_copies = is_written_from_copies(config)
         is_wanted = trains and config.run.max_restarts > 0 and self._every != 0
         self._copies = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._has_started, self._is_on, self._last, self._is_reported = False, False, 0, False

@@ -21,7 +21,7 @@ from hybridrl.training.model import ParallelModel
 
 REMEDIES = (
     "activations (lower train.micro_batch_tokens or set train.recompute=full), each GPU's share of "
-    "the model (raise train.tp or train.pp), the optimizer (train.offload_optimizer=true), weights "
+    "the model (raise train.tp or train.pp), the optimizer (train.optimizer_memory=host), weights "
     "during rollout (train.release_weights_in_rollout=true), or the KV cache (lower "
     "rollout.max_batch or rollout.max_new_tokens)"
 )
@@ -105,7 +105,11 @@ def entries(
                 found.append(Entry(name, lent, not keeps_memory, in_rollout=False))
             if held := memory.gradient_bytes() - lent:
                 found.append(Entry(f"{role} gradients", held, in_rollout=keeps_memory))
-            found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
+            if state:
+                found.append(Entry(f"{role} optimizer", state))
+            if on_host := memory.host_bytes:
+                name = f"{role} optimizer, in host memory"
+                found.append(Entry(name, on_host, in_training=False, in_rollout=False))
         if model.borrowed:  # already listed with the policy
             found.append(Entry(f"{role} frozen weights, the policy's", 0, False, False))
     for name, part in engine.items():
@@ -126,7 +130,7 @@ def table(found: list[Entry], platform: Platform) -> str:
     lines = [f"{f'memory of this rank, {unit}':34}{'training':>10}{'rollout':>10}"]
     for entry in found:
         shown = f"{entry.num_bytes / size:.2f}"
-        cells = (shown if there else "-" for there in _phases(entry))
+        cells = [shown if there else "-" for there in _phases(entry)]
         lines.append(f"{entry.name:34}" + "".join(f"{cell:>10}" for cell in cells))
     lines.append(f"{'sum':34}" + "".join(f"{total / size:>10.2f}" for total in sums))
     if not platform.is_cpu:

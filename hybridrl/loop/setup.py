@@ -62,7 +62,8 @@ def pinned_on_all_ranks(config: Config) -> Config:
     """Returns the configuration with choices that rank 0 made for all ranks; collective. Called
     before a World exists.
 
-    Rank 0 chooses a commit for every hub name, and the layout if `layout: auto` leaves it open.
+    Rank 0 chooses a commit for every hub name, the layout if `layout: auto` leaves it open, and
+    `train.optimizer_memory` on GPUs if it is 'auto'.
     Also fills in the values that `rollout.generation_config` copies from the model.
 
     Raises:
@@ -70,7 +71,8 @@ def pinned_on_all_ranks(config: Config) -> Config:
     """
     config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.layout.is_open(world_size):
+    is_level_open = torch.cuda.is_available() and config.train.optimizer_memory == "auto"
+    if config.layout.is_open(world_size) or is_level_open:
         chosen = from_rank_0(lambda: _chosen_layout(config, world_size))
         config = config.with_values(chosen)
     return with_generation_config(config)

@@ -308,9 +308,7 @@ class ParallelModel:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer with its state on the device; None for a frozen model."""
-        if self.memory is not None:
-            self.memory.wait()
+        """Megatron's optimizer; None for a frozen model."""
         return self._optimizer
 
     @property
@@ -515,7 +513,6 @@ class ParallelModel:
             self._forward_chunks,
             self._optimizer,
             self.weights_in_place().values(),
-            self.train.offload_optimizer,
             self.world.platform.device,
             self.train.micro_batch_tokens,
         )

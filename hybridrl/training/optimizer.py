@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -24,6 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.checkpoint.optimizer_state import count_step
+from hybridrl.config.rules_optimizer import level_of
 from hybridrl.config.schema import TrainConfig
 from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.megatron.build import named_parameters
@@ -31,6 +33,7 @@ from hybridrl.models.megatron.layers import add_weight_gradients_in_place
 from hybridrl.models.trainable import stack_frozen
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.peer_weights import PeerWeights
+from hybridrl.training.piecewise_adam import PiecewiseAdam
 
 
 def wrap_for_training(
@@ -53,7 +56,7 @@ def wrap_for_training(
     num_replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=train.gradient_dtype == "float32",
         # Overlap needs several buckets, and each rank owns a slice of each bucket. With a single
         # bucket, a rank owns few long slices, so updating an engine takes fewer messages.
         overlap_grad_reduce=num_replicas > 1 and not train.fuse_param_gather,
@@ -90,6 +93,11 @@ def wrap_for_training(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=True,
     )
+    level = level_of(train)
+    if level.is_low_precision:
+        # Megatron then creates no fp32 masters, and sets `decoupled_grad` of the weights' shards.
+        # Its own switch, `use_precision_aware_optimizer`, would require transformer-engine's Adam.
+        options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     with mesh.as_world(megatron_optimizer):
         # The gloo groups are used to load checkpoints and, on CPU, also to save them.
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
@@ -99,6 +107,10 @@ def wrap_for_training(
     )
     for part in optimizer.chained_optimizers:
         number_as_in_groups(part)
+        if level.is_low_precision:
+            groups, device = part.optimizer.param_groups, mesh.platform.device
+            num_ranks = len(mesh.world.host_ranks)
+            part.optimizer = PiecewiseAdam(groups, device, level.on_host, num_ranks)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 
@@ -160,20 +172,36 @@ def gradient_norm(optimizer: Any) -> float:
     the norm is copied to the host.
     """
     optimizer.prepare_grads()
+    parts = optimizer.chained_optimizers
+    if any(isinstance(part.optimizer, PiecewiseAdam) for part in parts):
+        return math.sqrt(sum(_squared_norm(part) for part in parts))
     return float(optimizer.get_grad_norm())
+
+
+def _squared_norm(part: Any) -> float:
+    """Returns the squared norm of one distributed optimizer's gradients. Collective.
+
+    Megatron's function expects gradients of a single data type, and on a CPU computes norms of bf16
+    gradients in bf16.
+    """
+    found = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        for gradient in part.get_main_grads_for_grad_norm()
+    ]
+    zero = torch.zeros((), dtype=torch.float32, device=part.optimizer.device)
+    total = torch.stack([zero, *found]).square().sum()
+    dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+    return float(total)  # a sync point: the norm is copied to the host
 
 
 def apply_gradients(optimizer: Any, grad_norm: float) -> None:
     """Clips the gradients and updates the parameters: the second half of the step."""
     for part in optimizer.chained_optimizers:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                part.config.clip_grad,
-                grad_norm,
-                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+        parameters, bound = part.get_parameters(), part.config.clip_grad
+        if isinstance(part.optimizer, PiecewiseAdam):  # gradients are scaled in fp32 in the step
+            part.optimizer.gradient_scale = min(1.0, bound / (grad_norm + 1e-6)) if bound else 1.0
+        elif parameters and bound > 0:
+            clip_grad_by_total_norm_fp32(parameters, bound, grad_norm)
     optimizer.step_with_ready_grads()
     for part in optimizer.chained_optimizers:
         count_step(part.optimizer)

@@ -33,7 +33,7 @@ class TrainedWeights:
 
     Args:
         chunks: Megatron's data-parallel wrappers.
-        optimizer: Function that returns Megatron's optimizer with its state on the device.
+        optimizer: Function that returns Megatron's optimizer.
         gathers_late: Whether `release` or `complete` gathers the parameters, rather than the step
             itself.
         is_freed: Whether `release` frees the parameters, to be rebuilt from fp32 masters.

@@ -27,7 +27,13 @@ from hybridrl.roles.policy import Policy
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.model import ModelSource, ParallelModel
 
-DTYPES = [torch.float32, torch.bfloat16]  # whose masters are the parameters, and copies of them
+# Masters are the parameters, copies of them, and parameters with remainders.
+KINDS = [
+    (torch.float32, "device"),
+    (torch.bfloat16, "device"),
+    (torch.bfloat16, "low_precision"),
+    (torch.bfloat16, "host"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +47,11 @@ def mesh() -> Iterator[Mesh]:
     stop_process_group()
 
 
-def make_policy(mesh: Mesh, dtype: torch.dtype, offload: bool) -> Policy:
+def make_policy(mesh: Mesh, dtype: torch.dtype, level: Any = "device", **knobs: Any) -> Policy:
     hf_config = tiny_model("qwen2").config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, dtype, family.name, Path("."))
-    train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, offload_optimizer=offload)
+    train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, optimizer_memory=level, **knobs)
     model = ParallelModel(mesh, source, "lm", train)
     init_weights(model.layout(), hf_shapes(family, source.shape), model.weights(), hf_config, 3)
     model.make_trainable(train.learning_rate)
@@ -67,14 +73,9 @@ def rollout_between(policy: Policy) -> None:
     memory: Any = policy.model.memory
     before, (state_bytes, _) = copies(policy), memory.state_bytes()
     memory.release()
-    if memory.offloads:
-        with pytest.raises(RuntimeError, match="the optimizer state is on the host"):
-            policy.model.optimizer  # noqa: B018
     for chunk in policy.model.forward_chunks:
         for buffer in chunk.buffers:
             assert buffer.grad_data.untyped_storage().nbytes() == 0
-    on_device = sum(storage.nbytes() for storage in memory._state_storages())
-    assert on_device == (0 if memory.offloads else state_bytes)
     assert memory.state_bytes()[0] == state_bytes
     assert all(torch.equal(before[n], t) for n, t in policy.model.weights().items())
     memory.restore()
@@ -84,11 +85,11 @@ def rollout_between(policy: Policy) -> None:
             buffer.grad_data.fill_(float("nan"))  # what memory holds that others have used
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "level"), KINDS)
 def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
-    mesh: Mesh, dtype: torch.dtype
+    mesh: Mesh, dtype: torch.dtype, level: str
 ) -> None:
-    plain, other = make_policy(mesh, dtype, False), make_policy(mesh, dtype, True)
+    plain, other = make_policy(mesh, dtype, level), make_policy(mesh, dtype, level)
     for policy, releases in ((plain, False), (other, True)):
         for step in range(3):
             if releases:
@@ -98,29 +99,29 @@ def test_training_goes_on_bit_for_bit_after_its_memory_was_released(
     for policy in (plain, other):
         policy.update(a_batch(9))
     assert all(torch.equal(copies(other)[n], t) for n, t in copies(plain).items())
-    fresh = copies(make_policy(mesh, dtype, False))
+    fresh = copies(make_policy(mesh, dtype, level))
     assert not any(torch.equal(fresh[n], t) for n, t in copies(plain).items())
 
 
 def test_memory_may_stay_once_an_update_has_taken_all_of_it(mesh: Mesh) -> None:
-    for offload in (False, True):
-        policy = make_policy(mesh, torch.bfloat16, offload)
+    for level in ("device", "host"):
+        policy = make_policy(mesh, torch.bfloat16, level)
         memory: Any = policy.model.memory
         assert not memory.may_stay
         policy.update(a_batch(1))
-        assert memory.may_stay == (not offload)
+        assert memory.may_stay
         memory.release()
         memory.restore()
         # A run that goes on from a checkpoint has the optimizer's state, and no update either.
         assert not memory.may_stay and memory.bytes_to_come() == 0
         policy.update(a_batch(2))
-        assert memory.may_stay == (not offload)
+        assert memory.may_stay
 
 
 def test_full_micro_batches_take_in_proportion_to_tokens(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory: Any = make_policy(mesh, torch.bfloat16, False).model.memory
+    memory: Any = make_policy(mesh, torch.bfloat16).model.memory
     with memory.watching(10):
         pass
     assert memory.growth_bytes == 0  # nothing is known of a CPU's
@@ -136,32 +137,46 @@ def test_full_micro_batches_take_in_proportion_to_tokens(
     memory.restore()
 
 
-def test_host_memory_for_the_state_is_taken_once(mesh: Mesh) -> None:
-    policy = make_policy(mesh, torch.bfloat16, True)
-    memory: Any = policy.model.memory
-    places = []
-    for step in range(3):  # the moments come with the first step
-        memory.release()
-        places.append(memory._host._buffer.data_ptr())
-        memory.restore()
-        policy.update(a_batch(step))
-    assert len(set(places)) == 1
-
-
 def test_state_that_comes_with_the_first_step_is_foreseen(mesh: Mesh) -> None:
-    policy = make_policy(mesh, torch.bfloat16, False)
+    policy = make_policy(mesh, torch.bfloat16)
     memory: Any = policy.model.memory
     foreseen, to_come = memory.state_bytes()
     assert to_come == memory.bytes_to_come() > 0
     policy.update(a_batch(0))
     assert memory.state_bytes() == (foreseen, 0) and memory.bytes_to_come() == 0
-    offloading: Any = make_policy(mesh, torch.bfloat16, True).model.memory
-    assert offloading.bytes_to_come() == 0
+    for level in ("low_precision", "host"):
+        packed: Any = make_policy(mesh, torch.bfloat16, level).model.memory
+        assert packed.bytes_to_come() == 0  # exists from the start
+
+
+def test_levels_with_the_same_arithmetic_train_alike_and_other_levels_nearly(mesh: Mesh) -> None:
+    kept = {level: make_policy(mesh, torch.bfloat16, level) for _, level in KINDS}
+    kept["bf16 gradients"] = make_policy(mesh, torch.bfloat16, "host", gradient_dtype="bfloat16")
+    for part in kept["host"].model.optimizer.chained_optimizers:
+        part.optimizer.piece_elements = 1024
+    norms = {}
+    for step in range(3):
+        for name, policy in kept.items():
+            norms[name] = policy.update(a_batch(step))["policy/grad_norm"]
+    found = {name: copies(policy) for name, policy in kept.items()}
+    assert norms["host"] == norms["low_precision"]
+    assert all(torch.equal(found["host"][n], t) for n, t in found["low_precision"].items())
+    for name in ("device", "bf16 gradients"):
+        assert norms[name] == pytest.approx(norms["host"], rel=0.02), name
+        apart = [(found[name][n].float() - t.float()).abs() for n, t in found["host"].items()]
+        # Three steps change a weight by 0.03.
+        assert 0 < max(float(one.mean()) for one in apart) < 3e-3, name
+    num_parameters = sum(t.numel() for t in found["host"].values())
+    memory: Any = kept["host"].model.memory
+    assert memory.state_bytes() == (0, 0)
+    assert 6 <= memory.host_bytes / num_parameters < 6.6
+    assert memory.host_bytes == kept["low_precision"].model.memory.state_bytes()[0]
+    assert 2 <= kept["bf16 gradients"].model.memory.gradient_bytes() / num_parameters < 2.2
 
 
 def test_an_out_of_memory_error_carries_the_ledger(mesh: Mesh) -> None:
     held = ledger.MemoryLedger(mesh.platform)
-    held.models["policy"] = make_policy(mesh, torch.float32, True).model
+    held.models["policy"] = make_policy(mesh, torch.float32).model
     with pytest.raises(DeviceMemoryError) as caught, held.explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
     text = str(caught.value)
@@ -173,21 +188,26 @@ def test_an_out_of_memory_error_carries_the_ledger(mesh: Mesh) -> None:
 
 
 def test_the_ledger_counts_what_lies_on_the_device_in_each_phase(mesh: Mesh) -> None:
-    policy = make_policy(mesh, torch.bfloat16, True)
+    policy = make_policy(mesh, torch.bfloat16)
     found = {entry.name: entry for entry in ledger.entries({"policy": policy.model}, {})}
     num_parameters = sum(t.numel() for t in policy.model.weights().values())
     # The buffers are padded, by less than a tenth here.
     for name, each, in_rollout in (
         ("policy weights", 2, True),
         ("policy gradients", 4, False),
-        ("policy optimizer", 12, False),
+        ("policy optimizer", 12, True),
     ):
         assert 1.0 <= found[name].num_bytes / (each * num_parameters) < 1.1, name
         assert (found[name].in_training, found[name].in_rollout) == (True, in_rollout)
+    host = make_policy(mesh, torch.bfloat16, "host")
+    entries = ledger.entries({"policy": host.model}, {})
+    (state,) = (entry for entry in entries if "optimizer" in entry.name)
+    assert state.name == "policy optimizer, in host memory"
+    assert not state.in_training and not state.in_rollout
 
 
 def test_the_ledger_counts_what_engine_and_trainer_share_once(mesh: Mesh) -> None:
-    policy = make_policy(mesh, torch.float32, False)
+    policy = make_policy(mesh, torch.float32)
     engine = {
         "weights": Holding(5),
         "shared weights": Holding(7, is_shared=True),

@@ -58,7 +58,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.services.planner.phase_memory import (
-    ADAM_BYTES,
+    FP32_BYTES,
     HeldModel,
     RoleModel,
     fullest,
@@ -187,9 +187,9 @@ def check_memory(model: ParallelModel) -> None:
     held = [HeldModel(role, ranks, layout, *map(fullest, ([a], [b]))) for a, b in parts]
     assert model.memory is not None
     state_bytes, gradient_bytes = model.memory.state_bytes()[0], model.memory.gradient_bytes()
-    planned = sum(ADAM_BYTES * one.num_updated for one in held)
+    planned = sum(2 * FP32_BYTES * one.num_updated for one in held)
     found = sum(model.world.gather_objects(state_bytes))
-    assert abs(found - planned) <= ADAM_BYTES * layout.world_size, (found, planned)
+    assert abs(found - planned) <= 2 * FP32_BYTES * layout.world_size, (found, planned)
     here = held[model.world.rank]
     trained = 4 * here.trained.num
     assert trained <= gradient_bytes <= 1.1 * trained + (4 << 10), (gradient_bytes, trained)

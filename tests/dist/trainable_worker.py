@@ -35,7 +35,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.services.planner.phase_memory import (
-    ADAM_BYTES,
+    FP32_BYTES,
     MASTER_BYTES,
     Elements,
     HeldModel,
@@ -174,7 +174,7 @@ def check_memory(case: Case, model: ParallelModel) -> None:
     ]
     assert model.memory is not None
     state_bytes, gradient_bytes = model.memory.state_bytes()[0], model.memory.gradient_bytes()
-    own = ADAM_BYTES + (MASTER_BYTES if case.dtype == torch.bfloat16 else 0)
+    own = 2 * FP32_BYTES + (MASTER_BYTES if case.dtype == torch.bfloat16 else 0)
     planned = sum(own * one.num_updated for one in on_ranks)
     found = sum(model.world.gather_objects(state_bytes))
     assert abs(found - planned) <= own * layout.world_size, (case, found, planned)

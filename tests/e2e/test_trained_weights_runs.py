@@ -37,7 +37,7 @@ PEER = "rollout.transport=peer"
 KNOBS = {
     "peer": (LATE, PEER),
     "freed": (FREED,),
-    "both": (LATE, FREED, "train.offload_optimizer=true"),
+    "both": (LATE, FREED),
 }
 MESSAGES = "reshard/messages"
 SAME = ("policy/", "critic/", "reward/", "mismatch/", "eval/")
@@ -74,7 +74,7 @@ def test_late_gathers_peer_memory_and_freed_weights_learn_the_same(tmp_path: Pat
 def test_a_run_whose_training_memory_is_given_back_goes_on_from_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    knobs = ("model.dtype=bfloat16", FREED, "train.offload_optimizer=true", "checkpoint.every=1")
+    knobs = ("model.dtype=bfloat16", FREED, "checkpoint.every=1")
     found = []
     for folder, parts in (("whole", (2,)), ("parts", (1, 2))):
         for until in parts:  # each part by a Trainer of its own, and both of its fits

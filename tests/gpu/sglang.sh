@@ -38,7 +38,7 @@ if wants cycles; then bench cycles 500 0.5b/tp1/tp1 --cycles 100 --new-tokens 64
 # time is over is in speed.json, or in speed.partial.json. On a machine just started kernels of attention may be compiled first, a minute.
 if wants speed; then
   bench speed 400 0.5b/tp1/tp1 --throughput --repeats 3 --steps 0 --interrupt --new-tokens 512
-  bench speed7b 500 7b/tp1/tp1 --throughput --repeats 3 --steps 0 --new-tokens 256 --set train.offload_optimizer=true
+  bench speed7b 500 7b/tp1/tp1 --throughput --repeats 3 --steps 0 --new-tokens 256 --set train.optimizer_memory=host
 fi
 # A step of 0.5B as the throughput of a step is reported: medians/time of its phases are in the JSON.
 if wants step; then bench step 300 0.5b/tp1/tp1 --steps 6 --new-tokens 512; fi
@@ -48,7 +48,7 @@ if wants contract2; then
 fi
 if wants pairs; then
   bench pairs 900 0.5b/tp2/tp1 0.5b/tp1/tp2 0.5b/tp2/tp2 0.5b/pp2/tp1 0.5b/tp1/tp1
-  bench pairs7b 900 7b/tp2/tp1 7b/tp2/tp2 --set train.offload_optimizer=true
+  bench pairs7b 900 7b/tp2/tp1 7b/tp2/tp2 --set train.optimizer_memory=host
 fi
 if wants speed2; then bench speed2 500 0.5b/tp2/tp1 0.5b/tp2/tp2 --throughput --new-tokens 512; fi
 cat "$OUT/summary.txt"

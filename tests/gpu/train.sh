@@ -47,8 +47,8 @@ fi
 if wants alone; then
   # What each of 4 GPUs has of a step of 64 prompts.
   step "$OUT/step_0.5b_alone.json" 0.5b/dp1/tp1 --limit-s 160 --prompts 16
-  # One GPU holds a 7B model's training with its optimizer's state in host memory while it generates.
+  # One GPU holds a 7B model's training with its optimizer's state in host memory.
   step "$OUT/step_7b_alone.json" 7b/dp1/tp1 --limit-s 400 --warmups 1 --steps 2 --prompts 8 --micro-batch-tokens 2048 \
-    --set train.offload_optimizer=true --set train.recompute=full --set algorithm.kl_coef=0
+    --set train.optimizer_memory=host --set train.recompute=full --set algorithm.kl_coef=0
   bench "$OUT/train_alone.json" 0.5b/dp1 1.5b/dp1 --tails --iterations 3
 fi

@@ -173,7 +173,7 @@ def test_plan_as_json_is_one_object(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     added = {"fits", "verdict", "step", "gpu_memory_bytes", "positions", "order", "ranks", "lora"}
-    added |= {"assumptions", "trained", "update_positions"}
+    added |= {"assumptions", "optimizer", "trained", "update_positions"}
     assert set(report) == {"cluster", "train", "rollout", "reshard", "memory", "violations", *added}
     assert report["train"] == {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 4}
     assert report["violations"] == []
@@ -366,14 +366,22 @@ def test_plan_memory_follows_the_sharding(here: Path) -> None:
     assert one["train_peak_bytes"] > 18 * PARAMETERS + GRAPH_BYTES  # 2 + 4 + 12
     # The engine's fused projections are cut otherwise than the trainer's; the rest is shared.
     shared = report_of(here, 1, rollout=rollout)["reshard"]["alias_bytes"][0]
-    offloading = report_of(here, 1, rollout=rollout, train={"offload_optimizer": True})["memory"]
+    levels = {
+        level: report_of(here, 1, rollout=rollout, train={"optimizer_memory": level})["memory"]
+        for level in ("low_precision", "host")
+    }
     cut = report_of(here, 2, rollout={**rollout, "tp": 2}, train={"tp": 2})["memory"]
     packed = {**rollout, "tp": 2, "transport": "packed"}
     staged = report_of(here, 2, rollout=packed, train={"tp": 2})["memory"]
     assert staged["rollout_peak_bytes"] - cut["rollout_peak_bytes"] == 64 * 2**20 + GROUP_BYTES
     assert one["rollout_peak_bytes"] > 2 * PARAMETERS + 12 * PARAMETERS + 2 * PARAMETERS - shared
-    assert one["rollout_peak_bytes"] - offloading["rollout_peak_bytes"] == 12 * PARAMETERS
-    assert one["train_peak_bytes"] == offloading["train_peak_bytes"]
+    for level, freed in (("low_precision", 6), ("host", 12)):
+        saved = one["rollout_peak_bytes"] - levels[level]["rollout_peak_bytes"]
+        assert saved == freed * PARAMETERS, level
+    halved = {"optimizer_memory": "host", "gradient_dtype": "bfloat16"}
+    fewer = report_of(here, 1, rollout=rollout, train=halved)["memory"]
+    saved = levels["host"]["train_peak_bytes"] - fewer["train_peak_bytes"]
+    assert saved == 2 * PARAMETERS
     # Half of the optimizer's state; world, data parallel, and that with context parallel.
     assert two["train_peak_bytes"] == one["train_peak_bytes"] - 6 * PARAMETERS + 3 * GROUP_BYTES
     assert ppo["train_peak_bytes"] - one["train_peak_bytes"] == 18 * PARAMETERS

@@ -26,7 +26,7 @@ from hybridrl.services.planner.search_report import search_report, search_text
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"
 H200 = ClusterFile(gpu="H200")
-PHASES = ("generation", "scoring", "update", "reshard", "offload", "rest")
+PHASES = ("generation", "scoring", "update", "reshard", "rest")
 
 
 def sections(model: str | Path, **more: Any) -> dict[str, Any]:
@@ -110,9 +110,10 @@ def test_a_run_keeps_its_layout_with_as_many_ranks_only(tmp_path: Path) -> None:
 
 def test_where_nothing_fits_the_nearest_is_named_and_what_to_change() -> None:
     with pytest.raises(ConfigError) as caught:
-        with_layout(config_of("qwen2.5-7b.json", "train.tp=1"), 1, Host(), ClusterFile(gpu="H100"))
+        with_layout(config_of("qwen2.5-32b.json", "train.tp=1"), 1, Host(), ClusterFile(gpu="H100"))
     (error,) = caught.value.violations
     assert error.name == "layout.choose" and "train.recompute=full" in str(error.value)
+    assert "train.optimizer_memory=host" in str(error.value)
     assert "79.2 GiB" in error.allowed and "Start more ranks" in error.remedy
     assert "train.tp" in error.remedy
 

@@ -117,7 +117,7 @@ def trained_model(*sizes: int) -> tuple[TrainedModelMemory, list[Buffer]]:
         buffers=buffers[:-1], expert_parallel_buffers=buffers[-1:], offload_grad_buffers=offload
     )
     optimizer = SimpleNamespace(chained_optimizers=[])
-    return TrainedModelMemory([chunk], optimizer, [], False, torch.device("cpu"), 8), buffers
+    return TrainedModelMemory([chunk], optimizer, [], torch.device("cpu"), 8), buffers
 
 
 def test_gradients_lie_one_after_the_other_in_lent_memory_and_stay_there() -> None:

@@ -73,6 +73,8 @@ def test_the_margin_covers_what_runs_took(number: int) -> None:
     ]
     if case["config"]["train"]["share_prompts"] is False:
         pytest.skip("with groups of NCCL that are not connected any more")
+    if case["config"]["train"]["offload_optimizer"]:
+        pytest.skip("moved the whole optimizer state to the host, which no version does any more")
     case["config"]["model"]["init"] = str(ROOT / case["config"]["model"]["init"])
     case["config"]["run"]["dir"] = "runs"
     report = plan(load_config_dict(case["config"]), case["world"], gpu_memory_gib=139.8)
@@ -276,8 +278,8 @@ def test_the_search_for_what_fits_takes_few_seconds(tmp_path: Path) -> None:
 
 def test_a_table_of_many_ranks_is_left_to_json() -> None:
     config = config_of(MODELS / "qwen2.5-7b.json", "train.tp=4")
-    assert len(plan_text(plan(config, 64)).splitlines()) < 25
-    assert len(plan_text(plan(config, 16)).splitlines()) > 25
+    assert len(plan_text(plan(config, 64)).splitlines()) < 30
+    assert len(plan_text(plan(config, 16)).splitlines()) > 30
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_an_update_with_adapters_takes_less_time_and_generation_more() -> None:
 
 
 def test_search_proposes_adapters_where_nothing_else_fits() -> None:
-    config = config_of()
+    config = config_of("train.optimizer_memory=device")
     result, assumed = search(config, 1, Host(), H100)
     assert not result.best
     found = search_with_adapters(config, 1, Host(), H100)

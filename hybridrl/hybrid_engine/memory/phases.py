@@ -41,7 +41,7 @@ class TrainingMemory(Restorable, Protocol):
     def may_stay(self) -> bool:
         """Whether the memory may stay allocated during rollout.
 
-        True if a full update has run since it was last released and no knob offloads it.
+        True if a full update has run since it was last released.
         """
         ...
 

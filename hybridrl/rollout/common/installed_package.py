@@ -102,5 +102,5 @@ def too_small_cache(longest: int, capacity: int | None) -> UserError:
         f"{longest} tokens",
         f"{at_most}: the longest request must fit into the KV cache",
         "Lower one of the two, raise rollout.tp, or leave the engine more memory: more ranks (a "
-        "smaller part of model and optimizer on each) or train.offload_optimizer=true.",
+        "smaller part of model and optimizer on each) or train.optimizer_memory=host.",
     )

@@ -99,7 +99,7 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
             f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are "
             "reserved for optimizer state",
             "room for the rollout engine",
-            "Set train.offload_optimizer=true, or split the model over more GPUs.",
+            "Set train.optimizer_memory=host, or split the model over more GPUs.",
         )
     return usable
 

@@ -17,7 +17,7 @@ from hybridrl.loop.preflight import model_violations
 from hybridrl.parallel.failure import is_launched
 from hybridrl.parallel.host_gpus import local_host
 from hybridrl.services.launch.local_ranks import is_rank
-from hybridrl.services.planner.choose import overrides_of, with_layout
+from hybridrl.services.planner.choose import needs_choice, overrides_of, with_layout
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # passes hub names and commits to the ranks, as JSON
 
@@ -29,12 +29,19 @@ def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
     Called by the process that starts the ranks.
     """
     # Ranks receive the layout from rank 0 or from the launcher.
-    if is_rank() or not config.layout.is_open(world_size):
+    if is_rank():
         return config, []
-    found = with_layout(config, world_size, local_host())
+    host = local_host()
+    if not needs_choice(config, world_size, host.num_gpus > 0):
+        return config, []
+    found = with_layout(config, world_size, host)
     overrides = overrides_of(found)
-    chosen = " ".join(overrides[:-2]) or "nothing, because the config sets all values"
-    typer.echo(f"layout: auto chose {chosen}", err=True)
+    if config.layout.is_open(world_size):
+        chosen = " ".join(overrides[:-2]) or "nothing, because the config sets all values"
+        typer.echo(f"layout: auto chose {chosen}", err=True)
+    elif found != config:
+        level = found.train.optimizer_memory
+        typer.echo(f"train.optimizer_memory: auto chose {level}", err=True)
     return found, overrides
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from hybridrl.config.identity import saved_config
 from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
+from hybridrl.config.rules import check
 from hybridrl.config.rules_lora import lora_section_rules
+from hybridrl.config.rules_optimizer import LEVEL_KEY, allowed_levels
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
@@ -59,10 +61,12 @@ class Adapters:
 def with_layout(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> Config:
-    """Returns the configuration with all layout keys set; call it once per run.
+    """Returns the configuration with all layout keys set, and with a level of the optimizer state;
+    call it once per run.
 
     Uses the layout from the run folder if it was chosen for the same number of ranks. Otherwise
-    chooses the layout with the shortest predicted step among those that fit into memory.
+    chooses the layout with the shortest predicted step among those that fit into memory. Without
+    `layout: auto`, chooses only `train.optimizer_memory` if that is 'auto'.
 
     Args:
         config: Configuration of the run.
@@ -74,25 +78,30 @@ def with_layout(
         ConfigError: Every layout violates a configuration rule, or no layout fits into memory.
     """
     if not config.layout.is_open(world_size):
-        return config
+        return _with_level(config, world_size, host, given)
     free = [key for key in CHOSEN_KEYS if key not in pinned_keys(config)]
     saved = saved_config(config)
     if saved is not None and saved.layout.chosen_for == world_size:
         values = saved.model_dump()
         kept = {key: _value(values, key) for key in free if key in saved.layout.chosen_keys}
         if len(kept) == len(free):
-            return _with(config, kept, free, world_size)
+            found = _with(config, kept, free, world_size)
+            return _with_level(found, world_size, host, given)
     result, assumed = search(config, world_size, host, given)
     if not result.best:
         raise ConfigError(_nothing(config, result, assumed))
     best = result.best[0].changes
-    return _with(config, {key: best[key] for key in free}, free, world_size)
+    found = _with(config, {key: best[key] for key in free}, free, world_size)
+    return _with_level(found, world_size, host, given)
 
 
 def chosen_values(config: Config) -> Changes:
     """Returns the values that `with_layout` has set, by key."""
-    values = config.model_dump()
-    keys = (*config.layout.chosen_keys, "layout.chosen_for", "layout.chosen_keys")
+    values, keys = config.model_dump(), list(config.layout.chosen_keys)
+    if LEVEL_KEY not in keys:
+        keys.insert(0, LEVEL_KEY)
+    if config.layout.chosen_for is not None:
+        keys += ["layout.chosen_for", "layout.chosen_keys"]
     return {key: _value(values, key) for key in keys}
 
 
@@ -169,6 +178,46 @@ def search_with_adapters(
     best, roles = result.best[0], role_models(config, models, family, shape)
     full = estimate(config.with_values(best.changes), roles, world_size, roomy)
     return Adapters(LORA_RANK, best, full)
+
+
+def needs_choice(config: Config, world_size: int, has_gpus: bool) -> bool:
+    """Whether `with_layout` has something to choose for this number of ranks."""
+    is_level_open = has_gpus and config.train.optimizer_memory == "auto"
+    return config.layout.is_open(world_size) or is_level_open
+
+
+def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile | None) -> Config:
+    """Returns the configuration with the fastest level of the optimizer state that fits, if
+    `train.optimizer_memory` is 'auto'; with the smallest level if none fits.
+
+    'auto' stays, and means 'device', without GPUs, if some roles have their own ranks, and if the
+    configuration violates rules, which are reported elsewhere.
+    """
+    levels = allowed_levels(config)
+    if config.train.optimizer_memory != "auto" or levels[-1] == "device":
+        return config
+    section = merged(config.cluster, given)
+    if section is None and host.num_gpus == 0 and not ENGINES[config.rollout.engine].runs_on_gpus:
+        return config
+    assumed, errors = assume(section or ClusterFile(), world_size, host)
+    if assumed is None or errors:
+        return config
+    placement, misplaced = placed(config, Machines(world_size, assumed.cluster.gpus_per_node))
+    models, unknown = planned_models(config)
+    if misplaced or unknown or models is None or not placement.is_shared:
+        return config
+    try:
+        hf_config = read_model_config(config.model)
+        roles = role_models(config, models, *read_model(config.model.family, hf_config))
+        if check(config, world_size, hf_config):
+            return config
+        for level in levels:
+            found = config.with_values({LEVEL_KEY: level})
+            if estimate(found, roles, world_size, assumed).spare_bytes >= 0:
+                break
+    except UserError:
+        return config
+    return config if level == "device" else found
 
 
 def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> Config:

@@ -17,9 +17,9 @@ from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.fit import num_requests, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
-    MAIN_GRAD_BYTES,
     Memory,
     RoleModel,
+    gradient_bytes,
     itemsize_of,
 )
 from hybridrl.services.planner.times import Times, giving_back_s, step_times
@@ -82,8 +82,8 @@ def estimate(
         asleep = itemsize * (engine - shared) + cache
         trained = sum(one.trained.num for one in held)
         # Gradients are stored in memory that the engine lends.
-        both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
-        always = train.offload_optimizer or train.release_weights_in_rollout
+        both = memory.train + asleep - min(asleep, gradient_bytes(config) * trained)
+        always = train.release_weights_in_rollout
         changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
         times = replace(times, reshard=times.reshard + changes_s)
     return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))

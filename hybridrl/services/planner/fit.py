@@ -17,6 +17,7 @@ from typing import Any
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import Machines, shown
 from hybridrl.config.rules import check
+from hybridrl.config.rules_optimizer import LEVEL_KEY, lower_levels
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
@@ -25,12 +26,10 @@ from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
 from hybridrl.services.planner.phase_memory import (
-    ADAM_BYTES,
-    MAIN_GRAD_BYTES,
-    MASTER_BYTES,
     Memory,
     RankMemory,
     RoleModel,
+    gradient_bytes,
     itemsize_of,
 )
 from hybridrl.services.planner.sizes import fullest_stage
@@ -242,15 +241,16 @@ class _Search:
                 yield f"{' '.join(options)} (about {memory_size(most)})"
 
     def _least(self) -> int:
-        """Returns the total bytes of weights, gradients and optimizer state, without replicas."""
+        """Returns the total bytes of weights and gradients, without replicas. The optimizer state
+        may be in host memory.
+        """
         itemsize = itemsize_of(self.config, on_gpu=True)
-        optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
         policy = self.models[0]
         held, trained = (
             fullest_stage(family, policy.shape, TrainLayout(1)).num
             for family in (policy.family, policy.trained_family)
         )
-        return held * itemsize + trained * (MAIN_GRAD_BYTES + optimizer)
+        return held * itemsize + trained * gradient_bytes(self.config)
 
     def _candidates(self) -> Iterator[Changes]:
         """Yields layout changes, memory-saving settings, and combinations of both."""
@@ -275,19 +275,14 @@ class _Search:
         longest = self.config.data.max_prompt_tokens + rollout.max_new_tokens
         fewer = max(longest, train.micro_batch_tokens // 4)
         # Settings that save memory at the cost of speed, the cheapest first.
-        savings: list[Changes] = [
+        levels: list[Changes] = [{}, *({LEVEL_KEY: name} for name in lower_levels(self.config))]
+        recomputes: list[Changes] = [
             {},
             {"train.recompute": "selective"},
             {"train.recompute": "full"},
-            {"train.offload_optimizer": True},
-            {"train.recompute": "full", "train.offload_optimizer": True},
             {"train.recompute": "full", "train.micro_batch_tokens": fewer},
-            {
-                "train.recompute": "full",
-                "train.offload_optimizer": True,
-                "train.micro_batch_tokens": fewer,
-            },
         ]
+        savings = [{**level, **recompute} for level in levels for recompute in recomputes]
         for layout, saving in product(layouts, savings):
             yield {**layout, **saving}
 

@@ -15,6 +15,7 @@ from hybridrl.checkpoint.memory_folders import GENERATIONS
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
+from hybridrl.config.rules_optimizer import level_of
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
@@ -51,10 +52,12 @@ MOST_HEAD_BYTES = 1 << 30
 # and that vLLM uses for CUDA graphs and workspace. Measured on H200.
 GROUP_BYTES = 768 * MIB
 GRAPH_BYTES = 448 * MIB
-ADAM_BYTES = 8  # Two fp32 moments.
-MASTER_BYTES = 4  # An fp32 copy of 16-bit parameters.
-MAIN_GRAD_BYTES = 4
+MASTER_BYTES = 4  # An fp32 copy of 16-bit parameters; fp32 parameters have none.
 FP32_BYTES = 4
+# Memory of an optimizer step whose state is low-precision: fp32 scratch memory for a piece, and
+# staged states if the state is in host memory (training/piecewise_adam.py, staging.py).
+PIECE_ELEMENTS = 1 << 24
+PIECE_BYTES, STAGED_BYTES = 22 * PIECE_ELEMENTS, 3 * 6 * PIECE_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Memory:
             messages.
         saved: Size of a rank's part of a checkpoint.
         replay: Memory for recorded experts; None if experts are not replayed.
+        host_state: Size of a rank's optimizer state in host memory.
     """
 
     train: int
@@ -85,6 +89,7 @@ class Memory:
     staging: int
     saved: int = 0
     replay: ReplayBytes | None = None
+    host_state: int = 0
 
     @cached_property
     def usual_train(self) -> int:
@@ -297,12 +302,11 @@ def estimate_memory(
 ) -> Memory:
     """Estimates the memory of the fullest rank in each phase.
 
-    Training needs memory for parameters, trained parameters' fp32 gradients, a rank's shard
-    of the optimizer state,
-    frozen models, activations, logits, and the weights of an engine that does not sleep. Generation
-    needs memory for parameters, the optimizer state unless it is offloaded, the engine's own
-    weights, and the KV cache. On GPUs, both phases also include NCCL's groups and the engine's CUDA
-    graphs, but not the CUDA context.
+    Training needs memory for parameters, trained parameters' gradients, a rank's shard of the
+    optimizer state unless it is in host memory, frozen models, activations, logits, and the weights
+    of an engine that does not sleep. Generation needs memory for parameters, the same optimizer
+    state, the engine's own weights, and the KV cache. On GPUs, both phases also include NCCL's
+    groups and the engine's CUDA graphs, but not the CUDA context.
 
     Args:
         config: Configuration of the run.
@@ -313,12 +317,13 @@ def estimate_memory(
         on_gpu: Whether the ranks have GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
-    optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
+    level = level_of(config.train)
     trained = itemsize * sum(one.trained.num for one in held.models)
     frozen = itemsize * sum(one.held.num for one in held.models) - trained
     saved = itemsize * sum(one.saved for one in held.models)
-    gradients = MAIN_GRAD_BYTES * sum(one.trained.num for one in held.models)
-    states = optimizer * sum(one.num_updated for one in held.models)
+    gradients = gradient_bytes(config) * sum(one.trained.num for one in held.models)
+    saved_states = state_bytes(config, itemsize) * sum(one.num_updated for one in held.models)
+    states = 0 if level.on_host else saved_states
     engine, kv_cache = ENGINES[config.rollout.engine], 0
     num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
     replay = replay_bytes(config, shape, num_requests)
@@ -331,27 +336,40 @@ def estimate_memory(
     training += replay.train if replay and "policy" in held.roles else 0
     training += 0 if engine.sleeps else engine_bytes
     passes = partial(_activation_bytes, config, held.models, itemsize)
-    most = passes(lambda one: [largest_micro_batch(config, one.model.shape, one.layout)])
+    step = PIECE_BYTES if level.is_low_precision else 0  # no passes run at the same time
+    step += STAGED_BYTES if level.on_host else 0
+    most = max(step, passes(lambda one: [largest_micro_batch(config, one.model.shape, one.layout)]))
 
     def usual_train() -> int:
         usual = passes(lambda one: usual_micro_batches(config, one.model.shape, one.layout))
-        return training + min(most, usual)
+        return training + min(most, max(step, usual))
 
     return Memory(
         train=training + most,
         count_usual_train=usual_train,
         rollout=always
         + (0 if config.train.release_weights_in_rollout else trained)
-        + (0 if config.train.offload_optimizer else states)
+        + states
         + engine_bytes
         + kv_cache,
         kv_cache=kv_cache,
         num_requests=num_requests,
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
-        saved=saved + states,
+        saved=saved + saved_states,
         replay=replay,
+        host_state=saved_states - states,
     )
+
+
+def state_bytes(config: Config, itemsize: int) -> int:
+    """Returns the bytes of optimizer state for each parameter of `itemsize` bytes."""
+    return level_of(config.train).state_bytes - (MASTER_BYTES if itemsize == FP32_BYTES else 0)
+
+
+def gradient_bytes(config: Config) -> int:
+    """Returns the bytes of an accumulated gradient for each parameter."""
+    return 2 if config.train.gradient_dtype == "bfloat16" else FP32_BYTES
 
 
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from hybridrl.checkpoint.segments import locked_bytes
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
+from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
@@ -38,6 +39,7 @@ from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict
 from hybridrl.services.planner.hardware import Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.micro_batch_sizes import positions_of_update
+from hybridrl.services.planner.optimizer_report import optimizer_report
 from hybridrl.services.planner.phase_memory import (
     Memory,
     RankMemory,
@@ -67,6 +69,7 @@ ADDED = (
     "trained",
     "lora",
     "update_positions",
+    "optimizer",
     "order",
     "ranks",
     "assumptions",
@@ -166,6 +169,9 @@ def _report(
         "trained": trained_summary(frozen_names(config.train.freeze, shape), family, shape) or None,
         "lora": _lora(config, roles, laid, itemsize, node),
         "update_positions": _update_positions(config, shape, laid.layout),
+        "optimizer": optimizer_report(
+            config, roles, machines.num_ranks, assumed if placement.is_shared else None
+        ),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,
@@ -207,7 +213,7 @@ def _peaks(
         "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
-        "checkpoint_copy_bytes": copied if config.checkpoint.is_written_from_copies else 0,
+        "checkpoint_copy_bytes": copied if is_written_from_copies(config) else 0,
         "state_copy_bytes": state_copy_bytes(config, saved, copied, num_hosts),
         "router_replay": replay.as_json() if replay else None,
     }

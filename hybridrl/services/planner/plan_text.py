@@ -9,6 +9,7 @@ from hybridrl.config.placement import shown
 from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.hybrid_engine.planning.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.services.planner.optimizer_report import optimizer_lines
 from hybridrl.services.planner.text import memory_size, traffic
 
 MAX_ROWS = 16  # maximum number of ranks in the table; --json lists all ranks
@@ -92,6 +93,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             f"prompts  samples of a prompt share its tokens: an update computes {computed:,} "
             f"positions instead of {unshared:,} ({unshared / computed:.1f}x fewer)"
         )
+    if is_full or report["optimizer"]["level"] != "device":
+        yield from optimizer_lines(report["optimizer"])
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     if step := report["step"]:

@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
 from hybridrl.config.rules import check
+from hybridrl.config.rules_optimizer import LEVEL_KEY, LEVELS, allowed_levels
 from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError, UserError
@@ -54,6 +55,14 @@ class Candidate:
     def step_s(self) -> float:
         """Predicted duration of a step in seconds."""
         return self.found.times.step
+
+    def rank(self) -> tuple[int, float, int]:
+        """Returns a key that sorts candidates from the best to the worst.
+
+        Lower levels of the optimizer state round moments, so they come last, however fast they are.
+        """
+        level = list(LEVELS).index(self.changes[LEVEL_KEY])
+        return level, round(self.step_s, 4), self.found.most_bytes
 
 
 @dataclass
@@ -118,7 +127,7 @@ class Search:
             except ModelError as error:  # a tensor cannot be sharded in this layout
                 result.num_refused += 1
                 result.refusals.setdefault(error.name, error)
-        result.best.sort(key=lambda one: (round(one.step_s, 4), one.found.most_bytes))
+        result.best.sort(key=Candidate.rank)
         return result
 
     def _layouts(self) -> Iterator[Changes]:
@@ -185,7 +194,7 @@ class Search:
         ]
         fitting = [one for one in judged if one.found.spare_bytes >= 0]
         if fitting:
-            result.best.append(min(fitting, key=lambda one: (one.step_s, one.found.most_bytes)))
+            result.best.append(min(fitting, key=Candidate.rank))
             return
         result.num_large += 1
         nearest = max(judged, key=lambda one: one.found.spare_bytes)
@@ -194,20 +203,21 @@ class Search:
             result.nearest = nearest
 
     def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
-        """Yields the cheapest memory-saving settings that fit, without and with offload.
+        """Yields the cheapest memory-saving settings that fit, for each level of the optimizer
+        state.
 
         If none fit, yields the settings that save the most memory.
         """
         pinned, train = pinned_keys(self.config), self.config.train
-        offloads = (False, True)
-        if "train.offload_optimizer" in pinned:
-            offloads = (train.offload_optimizer,)  # type: ignore[assignment]
+        # A level that was chosen earlier may change.
+        is_free = LEVEL_KEY not in pinned
+        levels = allowed_levels(self.config.with_values({LEVEL_KEY: "auto"} if is_free else {}))
         recomputes: Sequence[str] = RECOMPUTE
         if "train.recompute" in pinned:
             recomputes = (train.recompute,)
-        for offload in offloads:
+        for level in levels:
             for recompute in recomputes:
-                saving = {"train.recompute": recompute, "train.offload_optimizer": offload}
+                saving = {"train.recompute": recompute, LEVEL_KEY: level}
                 tried = {**changes, **saving}
                 config = self.config.with_values(tried)
                 found = estimate(config, self.models, self.world_size, self.assumed)

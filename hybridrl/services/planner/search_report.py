@@ -16,7 +16,7 @@ from hybridrl.services.planner.search import LAYOUT_KEYS, Candidate, Result
 from hybridrl.services.planner.text import memory_size
 
 MOST = 10
-PHASES = ("generation", "scoring", "update", "reshard", "offload")
+PHASES = ("generation", "scoring", "update", "reshard")
 MOST_RULES = 4
 
 
@@ -160,6 +160,6 @@ def _said(one: dict[str, Any]) -> str:
     others = [f"train.micro_batch_tokens={keys['train.micro_batch_tokens']}"]
     if keys["train.recompute"] != "none":
         others.append(f"train.recompute={keys['train.recompute']}")
-    if keys["train.offload_optimizer"]:
-        others.append("train.offload_optimizer=true")
+    if keys["train.optimizer_memory"] != "device":
+        others.append(f"train.optimizer_memory={keys['train.optimizer_memory']}")
     return " ".join([*(sizes or ["data parallel"]), *others])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
+from hybridrl.config.rules_optimizer import OptimizerLevel, level_of
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params, recurrent_flops
@@ -26,7 +27,7 @@ from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
-from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
+from hybridrl.services.planner.phase_memory import RoleModel, itemsize_of
 
 # Number of elements (2 bytes each) that a forward pass reads and writes outside matrix products,
 # per token and layer: as multiples of the hidden size, and of the size of the feed-forward product.
@@ -61,8 +62,10 @@ SMOOTH = 4  # Exponent of the norm that combines host time and GPU time.
 UPDATE_S, PASS_S = 0.03, 0.015
 # Bytes read and written per parameter to add a micro-batch's gradient to the fp32 sum.
 GRADIENT_TRAFFIC = 2 * 4
-# Bytes that an Adam step reads and writes per parameter: gradient, moments and master.
-ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
+# Bytes that an Adam step reads and writes per parameter. On the device: gradient, moments, master
+# and weight. With low precision: 27 elementwise operations in fp32 (training/piecewise_adam.py).
+ADAM_TRAFFIC = 4 + 2 * (4 + 8) + 2
+PIECEWISE_TRAFFIC = 228
 # GIVING_BACK_S is the extra time of a step, in seconds, if training and engine do not fit on a GPU
 # together, so that each must free its memory for the other. On H200, this time was 0.25 to 0.65 s
 # for a 7B model without lent memory, and 0.2 s for a 1.5B model with lent memory. ROOM_SHARE is the
@@ -90,7 +93,6 @@ class Times:
             values.
         update: Forward and backward passes of trained models, and optimizer steps.
         reshard: Transferring weights to the engines.
-        offload: Moving the optimizer state to host memory and back.
         rest: Rewards and advantages.
     """
 
@@ -98,7 +100,6 @@ class Times:
     scoring: float
     update: float
     reshard: float
-    offload: float
     rest: float = STEP_S
 
     @property
@@ -160,6 +161,23 @@ def giving_back_s(share: float) -> float:
     return GIVING_BACK_S * min(1.0, max(0.0, chance))
 
 
+def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> float:
+    """Returns the time of an Adam step.
+
+    A state in host memory is copied in both directions at the same time, while other pieces are
+    updated.
+
+    Args:
+        num_updated: Number of parameters whose optimizer state a rank holds.
+    """
+    traffic = PIECEWISE_TRAFFIC if level.is_low_precision else ADAM_TRAFFIC
+    on_device = num_updated * traffic / (assumed.values["memory_gb_per_s"].value * 1e9)
+    if not level.on_host:
+        return on_device
+    copied = num_updated * level.state_bytes / (assumed.values["host_gb_per_s"].value * 1e9)
+    return max(on_device, copied)
+
+
 @dataclass(frozen=True)
 class PassTimes:
     """Predicts the time of passes over micro-batches.
@@ -202,10 +220,11 @@ class PassTimes:
         added_s = found.num_micro * num_trained * GRADIENT_TRAFFIC / self._memory_rate
         return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
 
-    def optimizer_s(self, num_trained: int, num_updated: int) -> float:
+    def optimizer_s(self, level: OptimizerLevel, num_trained: int, num_updated: int) -> float:
         """Returns the time of gradient reduction, optimizer step and parameter gather.
 
         Args:
+            level: Level of the optimizer state.
             num_trained: Number of parameters that a rank trains.
             num_updated: Number of parameters whose optimizer state a rank holds.
         """
@@ -214,8 +233,7 @@ class PassTimes:
         moved = num_trained * (4 + 2) * (replicas - 1) / replicas
         spread = layout.tp * replicas
         rate = self._rate(spread)
-        adam = num_updated * ADAM_TRAFFIC / self._memory_rate
-        return UPDATE_S + adam + moved / rate
+        return UPDATE_S + adam_s(level, num_updated, self.assumed) + moved / rate
 
     def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
         layout, stages = self.layout, self.layout.pp
@@ -415,7 +433,7 @@ def step_times(
         if has_rollouts and (updates > 1 or model.role == "critic"):
             scoring += updates * passes.forward_s(found)
         update_s = passes.update_s(found, train.recompute, held[0], model.backward)
-        update += updates * (update_s + passes.optimizer_s(*held))
+        update += updates * (update_s + passes.optimizer_s(level_of(train), *held))
     generation = reshard = 0.0
     if has_rollouts:
         policy = models[0]
@@ -431,11 +449,7 @@ def step_times(
             num_active_adapter_parameters(sent, policy.shape) if sent.lora else 0,
         )
         reshard = _reshard_s(assumed, synced_bytes, crossing_bytes)
-    offload = 0.0
-    if train.offload_optimizer and has_rollouts:
-        state = held[1] * (ADAM_BYTES + MASTER_BYTES)
-        offload = 2 * state / (assumed.values["host_gb_per_s"].value * 1e9)
-    return Times(generation, scoring, update, reshard, offload)
+    return Times(generation, scoring, update, reshard)
 
 
 def engine_note(config: Config) -> str | None:

@@ -1,0 +1,58 @@
+"""Stores an fp32 master weight as a bf16 weight and a 16-bit remainder, without loss.
+
+The bf16 weight is the master rounded to the nearest bf16 number, with ties away from zero. The
+remainder is the difference of the two bit patterns. transformer-engine's FusedAdam uses the same
+encoding (`store_param_remainders`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = 1 << 15  # half of the last bit that bf16 keeps
+
+
+def join_(bits: Tensor, weight: Tensor, remainder: Tensor) -> Tensor:
+    """Restores fp32 masters.
+
+    Args:
+        bits: Memory for the result, int32.
+        weight: bf16 weights.
+        remainder: Their remainders, int16.
+
+    Returns:
+        The masters, an fp32 view of `bits`.
+    """
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
+    return bits.view(torch.float32)
+
+
+def split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Stores finite fp32 masters, which are overwritten, as bf16 weights and remainders.
+
+    Args:
+        master: fp32 masters; used as scratch memory.
+        weight: Memory for the bf16 weights.
+        remainder: Memory for the remainders, int16.
+    """
+    bits = master.view(torch.int32)
+    # The conversion to 16 bits keeps the low half of an integer: the remainder. Adding half of the
+    # last kept bit carries into the high half if the remainder is negative.
+    remainder.copy_(bits)
+    weight.view(torch.int16).copy_(bits.add_(HALF).bitwise_right_shift_(16))
+
+
+def remainder_of(master: Tensor, weight: Tensor) -> Tensor:
+    """Returns the remainders, int16, of fp32 masters whose bf16 weights are already rounded.
+
+    If a master was exactly between two bf16 numbers and was rounded down, its remainder does not
+    fit into 16 bits. The master then loses its last bit.
+    """
+    rounded = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    return (master.view(torch.int32) - rounded).clamp_(-HALF, HALF - 1).to(torch.int16)
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Returns new fp32 masters; see `join_`."""
+    return join_(torch.empty_like(remainder, dtype=torch.int32), weight, remainder)

@@ -1,0 +1,139 @@
+"""Levels of the optimizer state: which one `auto` takes, what is refused, and what plans print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.rules import check
+from hybridrl.config.rules_optimizer import is_written_from_copies
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.parallel.host_gpus import Host
+from hybridrl.services.planner.choose import chosen_values, needs_choice, with_layout
+from hybridrl.services.planner.hardware import ClusterFile
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+H200, H100 = ClusterFile(gpu="H200"), ClusterFile(gpu="H100")
+
+
+def config_of(model: str, *overrides: str, **more: Any) -> Config:
+    sections = {
+        "run": {"name": "a"},
+        "model": {"init": str(MODELS / f"qwen2.5-{model}.json"), "dtype": "bfloat16"},
+        "algorithm": {"name": "grpo", "kl_coef": 0.0},
+        "train": {"recompute": "full"},
+        "rollout": {"engine": "vllm", "max_new_tokens": 512, "max_batch": 64},
+        "steps": {"prompts_per_step": 8, "samples_per_prompt": 8},
+        "data": {"max_prompt_tokens": 256},
+        **more,
+    }
+    return load_config_dict(sections, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "cluster", "overrides", "level"),
+    [
+        ("1.5b", 1, H200, (), "auto"),  # stays, and means device
+        ("7b", 1, H200, (), "auto"),
+        ("7b", 1, H100, (), "host"),
+        ("7b", 2, H100, (), "low_precision"),
+        ("14b", 1, H200, (), "host"),
+        ("32b", 2, H200, ("train.tp=2", "rollout.tp=2"), "host"),
+        ("14b", 1, H200, ("train.optimizer_memory=device",), "device"),
+        ("14b", 1, H200, ("train.adam_beta2=0.999",), "auto"),
+        ("1.5b", 1, H200, ("train.gradient_dtype=bfloat16",), "low_precision"),
+        ("32b", 1, H100, (), "host"),  # does not fit either, and needs the least
+    ],
+)
+def test_auto_takes_the_first_level_that_fits(
+    model: str, world: int, cluster: ClusterFile, overrides: tuple[str, ...], level: str
+) -> None:
+    config = config_of(model, *overrides)
+    found = with_layout(config, world, Host(), cluster)
+    assert found.train.optimizer_memory == level
+    assert chosen_values(found) == {"train.optimizer_memory": level}
+    report, violations = plan_report(found, world, cluster)
+    assert violations == []
+    used = {"auto": "device"}.get(level, level)
+    assert report["optimizer"]["level"] == used
+    fits = {one["level"]: one["fits"] for one in report["optimizer"]["levels"]}
+    assert used in fits
+    if fits[used] and level != "device":
+        assert not any(fits[name] for name in list(fits)[: list(fits).index(used)])
+
+
+def test_layout_search_prefers_levels_that_round_less() -> None:
+    config = config_of("7b", layout="auto")
+    chosen = with_layout(config, 4, Host(), H200)
+    assert chosen.train.optimizer_memory == "device"
+    assert "train.optimizer_memory" in chosen.layout.chosen_keys
+    small = with_layout(config_of("14b", layout="auto"), 1, Host(), H200)
+    assert small.train.optimizer_memory == "host"
+
+
+def test_a_plan_prints_the_level_and_what_it_costs() -> None:
+    config = with_layout(config_of("14b"), 1, Host(), H200)
+    report, _ = plan_report(config, 1, H200)
+    text = plan_text(report, is_full=False)
+    assert report["fits"] is True
+    assert "optimizer host: 16-bit remainders" in text and "6 bytes per parameter" in text
+    levels = {one["level"]: one for one in report["optimizer"]["levels"]}
+    host, peaks = levels["host"], {n: one["train_peak_bytes"] for n, one in levels.items()}
+    assert f"host: at most {peaks['host'] / 2**30:.1f} GiB of a GPU in training, 82.5 GiB" in text
+    assert f"device: at most {peaks['device'] / 2**30:.1f} GiB of a GPU in training" in text
+    # 12 or 6 bytes for each of 14.77 G parameters, and less memory for pieces than for passes.
+    assert peaks["device"] - peaks["host"] == pytest.approx(12 * 14.77e9, rel=0.001)
+    assert peaks["low_precision"] - peaks["host"] == pytest.approx(6 * 14.77e9, rel=0.001)
+    assert host["step_s"] == pytest.approx(6 * 14.77e9 / 46e9, rel=0.01)
+    assert report["memory"]["checkpoint_copy_bytes"] == 0
+
+
+def test_without_gpus_nothing_is_chosen() -> None:
+    config = config_of("14b", "rollout.engine=hf")
+    assert not needs_choice(config, 1, has_gpus=False) and needs_choice(config, 1, has_gpus=True)
+    assert with_layout(config, 1, Host()) is config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "part"),
+    [
+        (("model.dtype=float32",), "train.optimizer_memory", "bf16 weights with remainders"),
+        (("train.release_weights_in_rollout=true",), "train.optimizer_memory", "rebuilds"),
+        (("train.adam_beta2=0.999",), "train.adam_beta2", "at most 0.99"),
+        (("train.adam_beta1=0.995",), "train.adam_beta1", "at most 0.99"),
+    ],
+)
+@pytest.mark.parametrize("level", ["low_precision", "host"])
+def test_levels_that_a_run_cannot_have_are_refused(
+    level: str, overrides: tuple[str, ...], key: str, part: str
+) -> None:
+    config = config_of("1.5b", f"train.optimizer_memory={level}", *overrides)
+    (error,) = check(config, 1)
+    assert error.name == key and part in error.allowed, error
+    fixed = config.with_values({"train.optimizer_memory": "device"})
+    assert check(fixed, 1, default_dtype="bfloat16") == []
+
+
+def test_bf16_gradients_need_a_level_without_fp32_copies() -> None:
+    config = config_of("1.5b", "train.gradient_dtype=bfloat16", "train.optimizer_memory=device")
+    (error,) = check(config, 1)
+    assert error.name == "train.gradient_dtype" and "low_precision" in error.remedy
+
+
+def test_the_former_knob_is_named_with_its_successor_and_ignored_where_it_was_off() -> None:
+    with pytest.raises(ConfigError, match="train.optimizer_memory=host"):
+        config_of("1.5b", "train.offload_optimizer=true")
+    assert config_of("1.5b", "train.offload_optimizer=false") == config_of("1.5b")
+
+
+def test_a_state_on_the_host_is_written_without_copies() -> None:
+    assert is_written_from_copies(config_of("1.5b"))
+    assert is_written_from_copies(config_of("1.5b", "train.optimizer_memory=low_precision"))
+    assert not is_written_from_copies(config_of("1.5b", "train.optimizer_memory=host"))
+    assert not is_written_from_copies(config_of("1.5b", "checkpoint.export_hf=true"))

@@ -1,0 +1,133 @@
+"""The optimizer with a packed state: against torch's AdamW, in any pieces, on device and host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrl.checkpoint.fp32_remainders import joined, remainder_of, split_
+from hybridrl.errors import UserError
+from hybridrl.training import staging
+from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+SIZES, FP32_SIZE, SCALE = (1000, 3, 5000, 777, 64), 50, 0.7
+CPU = torch.device("cpu")
+
+
+def random_masters(num: int) -> Tensor:
+    """Returns finite fp32 numbers with any sign, exponent and rounding."""
+    bits = torch.randint(-(2**31), 2**31, (num,), generator=torch.Generator().manual_seed(1))
+    masters = bits.to(torch.int32).view(torch.float32)
+    ties = (torch.arange(-40, 40) << 16 | 0x3F80_8000).to(torch.int32).view(torch.float32)
+    return torch.cat([masters[masters.isfinite()], ties, torch.zeros(2), -torch.zeros(2)])
+
+
+def test_a_weight_and_its_remainder_are_the_master_bit_for_bit() -> None:
+    masters = random_masters(200_000)
+    weight = torch.empty(len(masters), dtype=torch.bfloat16)
+    remainder = torch.empty(len(masters), dtype=torch.int16)
+    split_(masters.clone(), weight, remainder)
+    assert torch.equal(joined(weight, remainder).view(torch.int32), masters.view(torch.int32))
+    rounded = masters.bfloat16()
+    differs = weight.view(torch.int16) != rounded.view(torch.int16)
+    is_tie = (masters.view(torch.int32) & 0xFFFF) == 0x8000
+    assert bool((differs <= is_tie).all()) and bool(differs.any())
+
+
+def test_a_rounded_weight_keeps_its_value_and_loses_at_most_a_bit_of_a_tie() -> None:
+    masters = random_masters(200_000)
+    masters = masters[masters.abs() < 1e38]
+    weight = masters.bfloat16()
+    found = joined(weight, remainder_of(masters, weight)).view(torch.int32)
+    lost = (found - masters.view(torch.int32)).abs()
+    is_tie = (masters.view(torch.int32) & 0xFFFF) == 0x8000
+    assert bool((lost <= is_tie.int()).all())
+
+
+class Trained:
+    """Parameters that a PiecewiseAdam and torch's AdamW train with the same gradients."""
+
+    def __init__(self, on_host: bool, piece_elements: int) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+        self.parameters = [self.random(size).bfloat16() for size in SIZES]
+        self.parameters.append(self.random(FP32_SIZE))
+        decayed = [*self.parameters[:3], self.parameters[5]]
+        self.groups = [
+            {"params": decayed, "weight_decay": 0.1, **OPTIONS},
+            {"params": self.parameters[3:5], "weight_decay": 0.0, **OPTIONS},
+        ]
+        self.adam = PiecewiseAdam(self.groups, CPU, on_host)
+        self.adam.piece_elements, self.adam.gradient_scale = piece_elements, SCALE
+
+    def random(self, size: int) -> Tensor:
+        return torch.randn(size, generator=self.generator)
+
+    def steps(self, num: int) -> list[list[Tensor]]:
+        """Takes steps; returns the gradients of each."""
+        taken = []
+        for _ in range(num):
+            taken.append([self.random(one.numel()) for one in self.parameters])
+            for parameter, gradient in zip(self.parameters, taken[-1], strict=True):
+                parameter.decoupled_grad = gradient.clone()  # type: ignore[attr-defined]
+            self.adam.step()
+        return taken
+
+    def masters(self) -> list[Tensor]:
+        states = [self.adam.state[one] for one in self.parameters]
+        return [
+            joined(one, state[REMAINDER]) if REMAINDER in state else one
+            for one, state in zip(self.parameters, states, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("piece_elements", [256, 1024, 4096])
+def test_a_step_in_pieces_is_the_step_in_one_piece(on_host: bool, piece_elements: int) -> None:
+    whole, pieces = Trained(False, 1 << 20), Trained(on_host, piece_elements)
+    for one in (whole, pieces):
+        one.steps(4)
+    for own, wanted in zip(pieces.parameters, whole.parameters, strict=True):
+        assert torch.equal(own, wanted)
+        for name, state in whole.adam.state[wanted].items():
+            assert torch.equal(pieces.adam.state[own][name], state), name
+    assert pieces.adam.state_bytes == whole.adam.state_bytes
+    assert 6 * sum(SIZES) <= whole.adam.state_bytes <= 6 * (sum(SIZES) + FP32_SIZE + 3 * 256)
+
+
+def test_steps_are_adamws_up_to_the_rounding_of_moments() -> None:
+    trained = Trained(True, 1024)
+    starts = [one.float().clone().requires_grad_() for one in trained.parameters]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [*starts[:3], starts[5]], "weight_decay": 0.1},
+            {"params": starts[3:5], "weight_decay": 0.0},
+        ],
+        **OPTIONS,  # type: ignore[arg-type]
+    )
+    for gradients in trained.steps(5):
+        for one, gradient in zip(starts, gradients, strict=True):
+            one.grad = gradient * SCALE
+        adamw.step()
+    for found, wanted in zip(trained.masters(), starts, strict=True):
+        # A step changes a weight by about 0.01. Rounding to 8 bits changes a moment by 1/256 at
+        # most, in each of 5 steps.
+        assert (found - wanted).abs().max() <= 5 * 0.01 / 128
+        assert (found - wanted).abs().mean() <= 5 * 0.01 / 1024
+
+
+def test_first_moments_are_rounded_to_the_nearest() -> None:
+    trained = Trained(False, 1024)
+    (gradients,) = trained.steps(1)
+    for parameter, gradient in zip(trained.parameters, gradients, strict=True):
+        first = (gradient * SCALE) * (1 - 0.9)
+        assert torch.equal(trained.adam.state[parameter][MOMENTS[0]], first.bfloat16())
+
+
+def test_a_state_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match="train.optimizer_memory") as caught:
+        Trained(True, 1024)
+    assert "low_precision" in str(caught.value)
+    Trained(False, 1024)
