@@ -94,6 +94,13 @@ def test_a_plan_prints_the_level_and_what_it_costs() -> None:
     assert report["memory"]["checkpoint_copy_bytes"] == 0
 
 
+def test_start_up_holds_the_weights_twice() -> None:
+    config = config_of("14b", "train.optimizer_memory=host", "train.gradient_dtype=bfloat16")
+    report, _ = plan_report(config, 1, H200)
+    assert report["verdict"]["phase"] == "start-up"
+    assert report["verdict"]["estimate_bytes"] == pytest.approx(6 * 14.77e9, rel=0.01)
+
+
 def test_without_gpus_nothing_is_chosen() -> None:
     config = config_of("14b", "rollout.engine=hf")
     assert not needs_choice(config, 1, has_gpus=False) and needs_choice(config, 1, has_gpus=True)

@@ -60,7 +60,7 @@ def estimate(
     held, layout, engine, shared = ranks.models, ranks.layout, ranks.engine, ranks.shared
     memory = memory_alike(config, ranks, world_size, assumed)
     requests = num_requests(memory, assumed.gpu_memory_bytes)
-    most = max(memory.train, memory.rollout_with(requests))
+    most = max(memory.start, memory.train, memory.rollout_with(requests))
     tp, policy = rollout.tp if is_fused else 1, held[0]
     if models[0].family.lora is None:
         crossing = max(0, engine - shared - _own_elements(layout, policy.held.num, tp))

@@ -76,11 +76,12 @@ def gpu_verdict(
         rollout = one.memory.rollout_with(num_requests(one.memory, gpu))
         phases.append((one.memory.train, one.memory.usual_train, "training", one))
         phases.append((rollout, rollout, "rollout", one))
+        phases.append((one.memory.start, one.memory.start, "start-up", one))
     most, usual, phase, fullest = max(phases, key=lambda judged: judged[0])
     caches = [one.memory for one in found if one.memory.has_engine]
     cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
-    where = _on_ranks(fullest.fullest if phase == "training" else fullest.ranks, found)
+    where = _on_ranks(fullest.ranks if phase == "rollout" else fullest.fullest, found)
     may_fit = max(judged[1] for judged in phases) <= gpu
     outcome = "fits" if spare >= 0 else "may not fit" if may_fit else "does not fit"
     at_most = memory_size(most)
@@ -233,7 +234,7 @@ class _Search:
                 memory = memory_alike(config, held, world, self.assumed)
             except ModelError:  # no rule checks whether tensors can be sharded
                 continue
-            most = max(memory.train, memory.rollout_with(memory.least_requests))
+            most = memory.least
             if with_margin(most) <= self.assumed.gpu_memory_bytes:
                 found.append(changes)
                 options = [f"{key}={_yaml(value)}" for key, value in changes.items()]

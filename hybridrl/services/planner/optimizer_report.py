@@ -52,7 +52,7 @@ def optimizer_report(
             continue
         held = fullest_rank(other, roles, world_size)
         memory = memory_alike(other, held, world_size, assumed)
-        needed = with_margin(max(memory.train, memory.rollout_with(memory.least_requests)))
+        needed = with_margin(memory.least)
         updated = sum(one.num_updated for one in held.models)
         report["levels"].append(
             {

@@ -78,6 +78,7 @@ class Memory:
         saved: Size of a rank's part of a checkpoint.
         replay: Memory for recorded experts; None if experts are not replayed.
         host_state: Size of a rank's optimizer state in host memory.
+        start: Peak while the model is made trainable, without an engine.
     """
 
     train: int
@@ -90,6 +91,7 @@ class Memory:
     saved: int = 0
     replay: ReplayBytes | None = None
     host_state: int = 0
+    start: int = 0
 
     @cached_property
     def usual_train(self) -> int:
@@ -100,6 +102,11 @@ class Memory:
     def has_engine(self) -> bool:
         """Whether these ranks have an engine."""
         return self.kv_cache > 0
+
+    @property
+    def least(self) -> int:
+        """Largest peak of any phase, with the smallest KV cache."""
+        return max(self.start, self.train, self.rollout_with(self.least_requests))
 
     def rollout_with(self, num_requests: int) -> int:
         """Returns the peak of generation if the KV cache only holds `num_requests` requests."""
@@ -359,6 +366,8 @@ def estimate_memory(
         saved=saved + saved_states,
         replay=replay,
         host_state=saved_states - states,
+        # Megatron allocates buffers for all weights and gradients before it frees the weights.
+        start=always + 2 * trained + gradients,
     )
 
 
