@@ -13,7 +13,7 @@ from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SIZES, FP32_SIZE, SCALE = (1000, 3, 5000, 777, 64), 50, 0.7
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def random_masters(num: int) -> Tensor:
@@ -58,11 +58,11 @@ class Trained:
             {"params": decayed, "weight_decay": 0.1, **OPTIONS},
             {"params": self.parameters[3:5], "weight_decay": 0.0, **OPTIONS},
         ]
-        self.adam = PiecewiseAdam(self.groups, CPU, on_host)
+        self.adam = PiecewiseAdam(self.groups, DEVICE, on_host)
         self.adam.piece_elements, self.adam.gradient_scale = piece_elements, SCALE
 
     def random(self, size: int) -> Tensor:
-        return torch.randn(size, generator=self.generator)
+        return torch.randn(size, generator=self.generator).to(DEVICE)
 
     def steps(self, num: int) -> list[list[Tensor]]:
         """Takes steps; returns the gradients of each."""
@@ -75,7 +75,10 @@ class Trained:
         return taken
 
     def masters(self) -> list[Tensor]:
-        states = [self.adam.state[one] for one in self.parameters]
+        states = [
+            {name: state.to(DEVICE) for name, state in self.adam.state[one].items()}
+            for one in self.parameters
+        ]
         return [
             joined(one, state[REMAINDER]) if REMAINDER in state else one
             for one, state in zip(self.parameters, states, strict=True)
@@ -91,7 +94,7 @@ def test_a_step_in_pieces_is_the_step_in_one_piece(on_host: bool, piece_elements
     for own, wanted in zip(pieces.parameters, whole.parameters, strict=True):
         assert torch.equal(own, wanted)
         for name, state in whole.adam.state[wanted].items():
-            assert torch.equal(pieces.adam.state[own][name], state), name
+            assert torch.equal(pieces.adam.state[own][name].to(DEVICE), state), name
     assert pieces.adam.state_bytes == whole.adam.state_bytes
     assert 6 * sum(SIZES) <= whole.adam.state_bytes <= 6 * (sum(SIZES) + FP32_SIZE + 3 * 256)
 
