@@ -55,7 +55,8 @@ class Replica:
         self._url, self._token, self._play, self._options = url, token, play, dict(options)
         self._room = asyncio.Semaphore(concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._lease_s = 60.0
+        self._lease_s = 0.0
+        self._has_lease = asyncio.Event()
         self._keys = itertools.count()
 
     async def run(self) -> int:
@@ -76,6 +77,7 @@ class Replica:
                 for one in found["tasks"]:
                     await self._room.acquire()
                     self._lease_s, num = one["lease_s"], num + 1
+                    self._has_lease.set()
                     self._running[one["id"]] = asyncio.create_task(self._played(one))
         finally:
             alive.cancel()
@@ -113,6 +115,7 @@ class Replica:
                 say(f"sample {task.sample}: the result was not taken: {error}", sys.stderr)
 
     async def _report_alive(self) -> None:
+        await self._has_lease.wait()
         while True:
             await asyncio.sleep(self._lease_s / 4)
             if not self._running:

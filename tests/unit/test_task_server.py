@@ -207,7 +207,6 @@ def test_a_program_outside_reports_errors_and_stops_tasks_that_are_not_needed(
         async def play() -> None:
             (place,) = outside.addresses(str(tmp_path))
             replica = outside.Replica(*place, played, {"factor": 2.0}, 2)
-            replica._lease_s = 0.4
             playing = asyncio.create_task(replica.run())
             while len(run.reports) < 2:
                 await asyncio.sleep(0.02)
