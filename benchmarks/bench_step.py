@@ -79,6 +79,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by model and layout")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--max-mismatch",
+        type=float,
+        default=0.1,
+        help="in nats: random weights in bf16 give 0.01 (0.5B) to 0.12 (32B), wrong ones whole nats",
+    )
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=300, help="of one case")
@@ -119,7 +125,10 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_tokens": arguments.micro_batch_tokens or budget,
         # All samples of a replica are decoded together.
         "max_batch": math.ceil(arguments.prompts * arguments.samples / num_replicas),
-        **{key: getattr(arguments, key) for key in (*keys, "set", "limit_s", "turn")},
+        **{
+            key: getattr(arguments, key)
+            for key in (*keys, "set", "limit_s", "turn", "max_mismatch")
+        },
         "partial": str(arguments.out.with_suffix(".partial.json")),
     }
 

@@ -35,8 +35,6 @@ from hybridrl.services.planner.plan_report import plan_report
 TAIL_SIGMA = 0.8
 KL_COEF = 0.001
 LEARNING_RATE = 1e-6
-# Nats: in bf16 engine and trainer differ by about 0.01; by whole nats if weights are wrong.
-MAX_MISMATCH = 0.1
 # Phases that need no memory of the engine, and those that need no gradients.
 ASLEEP = ("reward", "logprobs", "advantages", "update")
 AWAKE = ("generate",)
@@ -218,7 +216,7 @@ class Case(CaseRecord):
         if (
             not all(math.isfinite(value) for value in (loss, norm, kl))
             or not norm > 0
-            or not mismatch < MAX_MISMATCH
+            or not mismatch < self.job["max_mismatch"]
             or metrics["train/skipped_steps"] > 0
             or not math.isclose(length, wanted, rel_tol=1e-5)
         ):

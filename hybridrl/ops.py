@@ -29,6 +29,7 @@ __all__ = [
     "Copies",
     "VocabStats",
     "Waits",
+    "add_adapter",
     "block_copies",
     "compiled_operations",
     "draw_rows",
@@ -108,6 +109,27 @@ def draw_rows(
         if draws.fits(logits_BV.size(1)):
             return draws.draw_rows(*arguments)
     return reference.draw_rows(*arguments)
+
+
+def add_adapter(
+    y_MN: torch.Tensor,
+    x_MK: torch.Tensor,
+    a_RK: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    slot_M: torch.Tensor,
+    slot: int,
+) -> None:
+    """Adds a LoRA adapter's product to a linear layer's output, in place.
+
+    Arguments as in `reference.add_adapter`.
+    """
+    if y_MN.is_cuda:
+        from hybridrl.kernels import adapters
+
+        if len(bs) <= adapters.MOST_PROJECTIONS:
+            adapters.add_adapter(y_MN, x_MK, a_RK, bs, slot_M, slot)
+            return
+    reference.add_adapter(y_MN, x_MK, a_RK, bs, slot_M, slot)
 
 
 class Copies(Protocol):

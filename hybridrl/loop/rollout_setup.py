@@ -4,6 +4,7 @@ sends it the policy's weights. Collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
@@ -116,25 +117,39 @@ def start_engine(
     ):
         if world.rank in layout.ranks:
             engine = build_engine(config, model, layout, later_bytes, source.shard)
-            share_memory(engine, memories, world.platform.device)
+            share_memory(engine, memories, world.platform.device, is_mostly_frozen(source))
     if len(layout.ranks) < world.size:
         world.count_groups_alike()
     return engine
 
 
 def share_memory(
-    engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
+    engine: EngineAdapter,
+    memories: Sequence[TrainedModelMemory],
+    device: torch.device,
+    keeps_weights: bool = False,
 ) -> None:
     """Places the gradients of released models in the memory of the sleeping engine, if the engine
     can lend memory and csrc/ is compiled. Otherwise gradients are freed before each rollout.
+
+    Args:
+        keeps_weights: Whether the engine lends only its KV cache (`MemoryLender.lend`).
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
         return
     for memory in memories:
         num_bytes = memory.gradient_bytes()
-        if pieces := engine.lend(num_bytes):
+        if pieces := engine.lend(num_bytes, keeps_weights):
             memory.move_gradients_to(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
+
+
+def is_mostly_frozen(source: WeightSource) -> bool:
+    """Whether more than half of this rank's weights never change, so that sending them once saves
+    more than their memory is worth to gradients, which are few then.
+    """
+    sizes = {name: math.prod(tensor.shape) for name, tensor in source.tensors.items()}
+    return 2 * sum(sizes[name] for name in source.frozen) > sum(sizes.values())
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:

@@ -14,6 +14,7 @@ CASES = {
     "kernel_cases.py": "rectangle cases",
     "head_kernel_cases.py": "cases of the log-probability head",
     "draw_kernel_cases.py": "cases of drawing tokens",
+    "adapter_kernel_cases.py": "cases of adding an adapter",
 }
 
 

@@ -150,7 +150,14 @@ def test_engine_lends_weights_that_updates_write_and_then_the_cache(
     assert case.memory.released_bytes == asleep * MIB
     assert case.mapped() == lent
     assert sorted(piece.handle for piece in found) == sorted(case.pieces[i].handle for i in lent)
-    assert case.memory.lent_bytes == sum(piece.num_bytes for piece in found)
+    assert case.memory.lends_weights == bool(found)
+
+
+def test_engine_that_keeps_weights_lends_only_its_cache() -> None:
+    case = Case(*PARTS)
+    case.memory.sleep()
+    (found,) = case.memory.lend(500 * MIB, keeps_weights=True)
+    assert found.handle == case.pieces[3].handle and not case.memory.lends_weights
 
 
 def test_lent_pieces_are_the_same_memory_in_both_phases_and_the_rest_comes_and_goes() -> None:

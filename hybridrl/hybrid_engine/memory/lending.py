@@ -53,9 +53,12 @@ class Mapping(Protocol):
 class MemoryLender(Protocol):
     """An engine whose physical memory may be used by training while it sleeps."""
 
-    def lend(self, num_bytes: int) -> list[Piece]:
+    def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
         """Returns pieces with a total size of at least `num_bytes`, or all pieces if there are not
         enough.
+
+        With `keeps_weights`, only pieces of the KV cache are lent. An engine that keeps its memory
+        during training then also keeps its weights, so frozen weights are sent only once.
 
         From then on the pieces stay allocated in both phases. Must be called while the engine
         sleeps.

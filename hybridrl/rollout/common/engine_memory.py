@@ -58,9 +58,9 @@ class SleepingMemory(Protocol):
     def sleep(self) -> None: ...
     def wake_up(self, tag: str) -> None: ...
     def clear_lent(self) -> None: ...
-    def lend(self, num_bytes: int) -> list[Piece]: ...
+    def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]: ...
     @property
-    def lent_bytes(self) -> int: ...
+    def lends_weights(self) -> bool: ...
     @property
     def released_bytes(self) -> int: ...
 
@@ -186,9 +186,9 @@ class EngineMemory:
         return not self._has_others
 
     @property
-    def lent_bytes(self) -> int:
-        """Total size of the lent pieces, in bytes."""
-        return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
+    def lends_weights(self) -> bool:
+        """Whether a lent piece contains weights, which training then overwrites."""
+        return any(one.tag == WEIGHTS for one in self._pieces if one.address in self._lent)
 
     @property
     def released_bytes(self) -> int:
@@ -231,7 +231,7 @@ class EngineMemory:
             if piece.tag == KV_CACHE and piece.address in self._lent:
                 self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
-    def lend(self, num_bytes: int) -> list[Piece]:
+    def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
         """Lends released pieces; see `lending.MemoryLender`. Pieces with weights are lent first,
         because they need no clearing. Raises RuntimeError if the engine is awake, because its data
         would be overwritten.
@@ -240,7 +240,7 @@ class EngineMemory:
         if any(one.address not in self._asleep for one in free):
             raise RuntimeError("an engine can lend memory only while it sleeps")
         chosen: list[EnginePiece] = []
-        for tag in (WEIGHTS, KV_CACHE):
+        for tag in (KV_CACHE,) if keeps_weights else (WEIGHTS, KV_CACHE):
             some = [one for one in free if one.tag == tag and one.address in self._lendable]
             missing = num_bytes - sum(one.num_bytes for one in chosen)
             chosen += [some[index] for index in choose([one.num_bytes for one in some], missing)]

@@ -410,15 +410,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if not keeps_memory and self._memory is not None:
             self._memory.sleep()
 
-    def lend(self, num_bytes: int) -> list[Piece]:
-        return [] if self._memory is None else self._memory.lend(num_bytes)
+    def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
+        return [] if self._memory is None else self._memory.lend(num_bytes, keeps_weights)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
         """Returns whether `sleep(keeps_memory)` loses the weights' content (see
-        `ForgettingTarget`). Training overwrites lent memory even if the engine keeps its memory.
+        `ForgettingTarget`). Training overwrites lent weights even if the engine keeps its memory.
         """
         memory = self._memory
-        return memory is not None and (not keeps_memory or memory.lent_bytes > 0)
+        return memory is not None and (not keeps_memory or memory.lends_weights)
 
     def released_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.released_bytes

@@ -206,7 +206,7 @@ class SaverMemory:
         self._scheduler, self._device = scheduler, device
         self.pieces: Sequence[EnginePiece] = ()  # SGLang does not expose its pieces
         self.is_asleep = False
-        self.released_bytes = self.lent_bytes = 0
+        self.released_bytes, self.lends_weights = 0, False
 
     def sleep(self) -> None:
         """Releases all memory, unless it was already released."""
@@ -230,7 +230,7 @@ class SaverMemory:
     def clear_lent(self) -> None:
         """Does nothing, because no memory is lent."""
 
-    def lend(self, num_bytes: int) -> list[Piece]:
+    def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
         return []
 
     def _call(self, what: str, tags: list[str]) -> None:

@@ -37,6 +37,7 @@ from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
 from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
+from hybridrl.rollout.vllm.one_adapter import compute_densely
 from hybridrl.rollout.vllm.version import NAME, refusal
 
 ENVIRONMENT = {
@@ -94,12 +95,18 @@ def start(
     arguments = engine_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
     if inputs.slots is not None:
         arguments |= adapter_arguments(inputs.slots, is_cpu)
+
+    def finish_adapter(model: torch.nn.Module) -> None:
+        if inputs.slots is not None and len(inputs.slots.adapters) == 1:
+            compute_densely(model)
+        prepare_adapter(model)
+
     with (
         keep_generators(inputs.device, everywhere=True),
         ranks_in_environment(),
         _groups_of(layout),
         _collectives_over_gloo(is_cpu),
-        _after_loading(prepare, prepare_adapter),
+        _after_loading(prepare, finish_adapter),
         _after_caching(listen),
         second_runner(settings.architectures),
         any_world_size(settings.architectures),
