@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
         "--max-mismatch",
         type=float,
         default=0.1,
-        help="in nats: random weights in bf16 give 0.01 (0.5B) to 0.12 (32B), wrong ones whole nats",
+        help="nats; random weights in bf16 give 0.01 (0.5B) to 0.12 (32B), wrong ones more than 1",
     )
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")

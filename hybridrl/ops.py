@@ -29,7 +29,7 @@ __all__ = [
     "Copies",
     "VocabStats",
     "Waits",
-    "add_adapter",
+    "add_up",
     "block_copies",
     "compiled_operations",
     "draw_rows",
@@ -111,25 +111,24 @@ def draw_rows(
     return reference.draw_rows(*arguments)
 
 
-def add_adapter(
+def add_up(
     y_MN: torch.Tensor,
-    x_MK: torch.Tensor,
-    a_RK: torch.Tensor,
+    down_MR: torch.Tensor,
     bs: Sequence[torch.Tensor],
     slot_M: torch.Tensor,
     slot: int,
 ) -> None:
-    """Adds a LoRA adapter's product to a linear layer's output, in place.
+    """Adds the products of a LoRA adapter's B matrices to a linear layer's output, in place.
 
-    Arguments as in `reference.add_adapter`.
+    Arguments as in `reference.add_up`.
     """
     if y_MN.is_cuda:
         from hybridrl.kernels import adapters
 
         if len(bs) <= adapters.MOST_PROJECTIONS:
-            adapters.add_adapter(y_MN, x_MK, a_RK, bs, slot_M, slot)
+            adapters.add_up(y_MN, down_MR, bs, slot_M, slot)
             return
-    reference.add_adapter(y_MN, x_MK, a_RK, bs, slot_M, slot)
+    reference.add_up(y_MN, down_MR, bs, slot_M, slot)
 
 
 class Copies(Protocol):

@@ -1,11 +1,9 @@
-"""Adds a LoRA adapter's product to the output of a linear layer, in place.
+"""Adds the products of a LoRA adapter's B matrices to the output of a linear layer, in place.
 
-cuBLAS computes A x. One kernel computes B (A x) for all projections of a fused layer, and adds the
-product to the layer's output.
+One kernel serves all projections of a fused layer.
 
-Ideal for M tokens, K inputs, N outputs and rank r: 2 M r (K + N) FLOPs; the output is read and
-written once. While few tokens are decoded, launches dominate: there are two, whatever the number of
-projections.
+Ideal for M tokens, N outputs and rank r: 2 M r N FLOPs; the output is read and written once. While
+few tokens are decoded, the launch dominates.
 """
 
 from __future__ import annotations
@@ -22,17 +20,15 @@ LARGEST_RANK_BLOCK = 64
 TOKENS_OF_LARGE_BATCH = 256
 
 
-def add_adapter(
+def add_up(
     y_MN: torch.Tensor,
-    x_MK: torch.Tensor,
-    a_RK: torch.Tensor,
+    down_MR: torch.Tensor,
     bs: Sequence[torch.Tensor],
     slot_M: torch.Tensor,
     slot: int,
 ) -> None:
-    """Adds B (A x) to the rows of y whose tokens use the adapter; see `reference.add_adapter`."""
-    num_tokens, rank = x_MK.size(0), bs[0].size(1)
-    down = torch.mm(x_MK, a_RK.T)
+    """Adds B (A x) to the rows of y whose tokens use the adapter; see `reference.add_up`."""
+    num_tokens, rank = y_MN.size(0), bs[0].size(1)
     block_m = 64 if num_tokens < TOKENS_OF_LARGE_BATCH else 128
     block_n = 128
     tiles = [triton.cdiv(b.size(0), block_n) for b in bs]
@@ -41,7 +37,7 @@ def add_adapter(
     block_r = min(LARGEST_RANK_BLOCK, max(LEAST_RANK, triton.next_power_of_2(rank)))
     _add_up[(sum(tiles), triton.cdiv(num_tokens, block_m))](
         y_MN,
-        down,
+        down_MR,
         *padded,
         slot_M,
         slot,
@@ -49,7 +45,7 @@ def add_adapter(
         *[b.size(0) for b in padded],
         *ends[:2],
         y_MN.stride(0),
-        down.stride(0),
+        down_MR.stride(0),
         RANK=rank,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -59,7 +55,7 @@ def add_adapter(
 
 
 @triton.jit
-def _add_up(
+def _add_up(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
     y_ptr,
     down_ptr,
     b0_ptr,

@@ -317,28 +317,27 @@ def draw_rows(
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
-def add_adapter(
+def add_up(
     y_MN: torch.Tensor,
-    x_MK: torch.Tensor,
-    a_RK: torch.Tensor,
+    down_MR: torch.Tensor,
     bs: Sequence[torch.Tensor],
     slot_M: torch.Tensor,
     slot: int,
 ) -> None:
-    """Adds B (A x) to the rows of y whose tokens use the adapter, in place.
+    """Adds B (A x) to the rows of y whose tokens use a LoRA adapter, in place.
 
     Args:
-        y_MN: Output of a linear layer: the outputs of its projections, one after another.
-        x_MK: Its input.
-        a_RK: A of every projection, one below the other; all have the same rank.
-        bs: B of every projection, shape (outputs, rank), scaled already.
+        y_MN: Output of a linear layer for its input x: the outputs of its projections, one after
+            another.
+        down_MR: A x of every projection, one after another; all have the same rank.
+        bs: B of every projection, shape (outputs, rank), already scaled.
         slot_M: Number of the adapter that each token uses; -1 for none.
         slot: Number of this adapter.
     """
     uses_M1 = (slot_M == slot)[:, None]
-    downs = torch.mm(x_MK, a_RK.T).chunk(len(bs), dim=1)
     sizes = [b.size(0) for b in bs]
-    for out, down, b in zip(y_MN.split(sizes, dim=1), downs, bs, strict=True):
+    outs, downs = y_MN.split(sizes, dim=1), down_MR.chunk(len(bs), dim=1)
+    for out, down, b in zip(outs, downs, bs, strict=True):
         out.add_(torch.where(uses_M1, down @ b.T, 0))
 
 

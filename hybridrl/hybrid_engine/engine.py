@@ -71,6 +71,8 @@ class ReshardStats:
         total_node_received_bytes: The part of `total_received_bytes` that came from other nodes.
         total_messages: Number of messages sent by all ranks; 0 if ranks read each other's memory.
         slowest_gb_per_s: Receive rate of the rank that took longest, in 1e9 bytes per second.
+        transfer_seconds: Time until the weights had arrived, on the slowest rank; the rest of
+            `seconds` is spent on waking the engine and on waiting for other ranks.
         verify_seconds: Time spent on verification; 0 if the version was not verified.
         keeps_memory: Whether the next phase change frees no memory, because the memory of both
             phases fits on the device.
@@ -86,6 +88,7 @@ class ReshardStats:
     total_node_received_bytes: int
     total_messages: int
     slowest_gb_per_s: float
+    transfer_seconds: float
     verify_seconds: float
     keeps_memory: bool
 
@@ -98,6 +101,7 @@ class ReshardStats:
             "reshard/node_received_bytes": float(self.total_node_received_bytes),
             "reshard/messages": float(self.total_messages),
             "reshard/gb_per_s": self.slowest_gb_per_s,
+            "reshard/transfer_s": self.transfer_seconds,
             "reshard/keeps_memory": float(self.keeps_memory),
             **({"reshard/verify_s": self.verify_seconds} if self.verify_seconds else {}),
         }
@@ -249,7 +253,9 @@ class HybridEngine:
         self._target.begin_update()
         with torch.no_grad():
             self._source.refresh()
+        began = time.perf_counter()
         traffic = self._move()
+        transfer_seconds = time.perf_counter() - began
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
         is_due, verify_seconds = is_due or verifies, 0.0
         frees = any(weights.is_freed for weights in self._training_weights)
@@ -266,7 +272,8 @@ class HybridEngine:
             self._verify_copies()
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
-        own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
+        times = seconds, self._headroom.spare_bytes(), transfer_seconds
+        own = (*moved, traffic.messages, *times)
         # A sync point: the ranks exchange their metrics, and no rank generates before all have
         # received the weights.
         ranks = self._peers.gather_objects(own)
@@ -283,6 +290,7 @@ class HybridEngine:
             total_node_received_bytes=sum(rank[2] for rank in ranks),
             total_messages=sum(rank[3] for rank in ranks),
             slowest_gb_per_s=slowest[1] / max(slowest[4], 1e-9) / 1e9,
+            transfer_seconds=max(rank[6] for rank in ranks),
             verify_seconds=verify_seconds,
             keeps_memory=self.keeps_memory,
         )
