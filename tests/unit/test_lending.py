@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from hybridrl.hybrid_engine.memory.lending import LentMemory, Piece, choose
 from hybridrl.loop.ledger import Entry, entries, table
+from hybridrl.loop.rollout_setup import is_mostly_frozen
+from hybridrl.models.sources import FullWeights
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.memory import TrainedModelMemory
@@ -188,3 +190,11 @@ def test_table_is_in_a_unit_in_which_small_models_are_not_0() -> None:
     assert "MiB" in small[0] and small[1].split()[-2:] == ["3.00", "-"]
     large = table([Entry("policy weights", 3 << 30)], cpu).splitlines()
     assert "GiB" in large[0] and large[-1].split() == ["sum", "3.00", "3.00"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "keeps"), [((), False), (("small",), False), (("large",), True)]
+)
+def test_engine_keeps_weights_that_are_mostly_frozen(frozen: tuple[str, ...], keeps: bool) -> None:
+    tensors = {"small": torch.zeros(2, 3), "large": torch.zeros(3, 4)}
+    assert is_mostly_frozen(FullWeights([], tensors, frozenset(frozen))) is keeps
