@@ -106,6 +106,7 @@ WALLS = {
             "experts",
             "images",
             "memory",
+            "one_adapter",
             "requests",
             "routing",
             "start",
