@@ -40,6 +40,7 @@ def on_cpu(line: str) -> list[str] | None:
 def here(tmp_path: Path) -> Path:
     """A folder with the examples and the run that the others begin with."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copy(ROOT / "examples" / "quickstart" / "train.jsonl", tmp_path)  # a user's own rows
     succeed(tmp_path, "train", f"{TRAINS[0]}sft.yaml", *FEW, SHORT)
     return tmp_path
 
