@@ -16,8 +16,12 @@ import torch
 from hybridrl.kernels import copy_engine, reference
 from hybridrl.kernels.copy_engine import Stream, Waits
 from hybridrl.kernels.reference import (
+    BLOCK,
+    Tiles,
     VocabStats,
     invert_rows,
+    power_of_two_scales,
+    quantize_blocks,
     row_uniforms,
     vocab_chosen,
     vocab_chosen_backward,
@@ -25,16 +29,22 @@ from hybridrl.kernels.reference import (
 )
 
 __all__ = [
+    "BLOCK",
     "Blocks",
     "Copies",
+    "Tiles",
     "VocabStats",
     "Waits",
     "add_up",
     "block_copies",
+    "block_maxima",
     "compiled_operations",
     "draw_rows",
     "has_copy_engine",
     "invert_rows",
+    "power_of_two_scales",
+    "quantize_blocks",
+    "quantized_copies",
     "rectangle_copies",
     "row_uniforms",
     "storage_placer",
@@ -193,6 +203,39 @@ def rectangle_copies(
     else:
         copies = reference.RectangleCopies(pairs, device, lanes, programs)
     return copies
+
+
+def block_maxima(tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> Copies:
+    """Prepares the search for the largest magnitude of each block of weights; see
+    `reference.BlockMaxima`.
+    """
+    if device.type == "cuda":
+        from hybridrl.kernels import quantize
+
+        return quantize.BlockMaxima(tiles, device, block)
+    return reference.BlockMaxima(tiles, device, block)
+
+
+def quantized_copies(
+    pairs: Sequence[tuple[Tiles, torch.Tensor]],
+    device: torch.device,
+    programs: int | None = None,
+    block: int = BLOCK,
+) -> Copies:
+    """Prepares copies that quantize weights to float8_e4m3fn and can be run repeatedly.
+
+    Args:
+        pairs: Rectangles of weights with the scales of their blocks, and destinations of equal
+            shapes for the bits, uint8. Last dims are contiguous; destinations do not overlap.
+        device: Device of all tensors.
+        programs: Maximum number of Triton programs; None for the whole device.
+        block: Rows and columns of a block.
+    """
+    if device.type == "cuda":
+        from hybridrl.kernels import quantize
+
+        return quantize.QuantizedCopies(pairs, device, programs, block)
+    return reference.QuantizedCopies(pairs, device, programs, block)
 
 
 def has_copy_engine(device: torch.device) -> bool:

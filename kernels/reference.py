@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 # Number of tokens in a chunk of logits. With 152k columns a chunk takes 1024 x 152k x 4 bytes = 0.6
 # GB.
@@ -20,6 +21,8 @@ CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
 RUNS = (512, 256, 128, 64, 32)  # possible numbers of columns per run in `invert_rows`
 GOLDEN = 0x9E3779B97F4A7C15
+BLOCK = 128  # rows and columns of a quantized weight that share a scale
+FP8_MAX = 448.0  # largest float8_e4m3fn, 1.75 * 2^8
 
 
 class VocabStats(NamedTuple):
@@ -291,6 +294,109 @@ class RectangleCopies:
         """Runs all copies."""
         for source, dest in self._pairs:
             dest.copy_(source)
+
+
+class Tiles(NamedTuple):
+    """A rectangle of a weight, and the scales of the blocks that it touches.
+
+    Args:
+        weight: (rows, columns), a view of the rectangle.
+        scales: (block rows, block columns), fp32, a view of the scales of these blocks.
+        row, column: Position of the rectangle's first element in its block.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    row: int = 0
+    column: int = 0
+
+
+class BlockMaxima:
+    """Raises each block's entry to the largest magnitude of the block's elements.
+
+    The magnitudes are compared as the bits of fp32 numbers, so that a NaN is larger than all
+    numbers. A block may be spread over several rectangles.
+
+    Args:
+        tiles: Rectangles; their scales contain maxima, as the bits of fp32 numbers.
+        device: Ignored.
+        block: Rows and columns of a block.
+    """
+
+    num_launches = 0
+    table_bytes = 0
+
+    def __init__(self, tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> None:
+        self._tiles, self._block = list(tiles), block
+
+    def run(self) -> None:
+        """Updates all maxima."""
+        for weight, scales, row, column in self._tiles:
+            size, (rows, columns) = self._block, weight.shape
+            padding = column, -(column + columns) % size, row, -(row + rows) % size
+            bits = F.pad(weight.float().abs(), padding).view(torch.int32)
+            found = bits.unflatten(1, (-1, size)).unflatten(0, (-1, size)).amax((1, 3))
+            maxima = scales.view(torch.int32)
+            torch.maximum(maxima, found, out=maxima)
+
+
+def power_of_two_scales(maxima: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of each block: the smallest power of two for which no element of the block
+    divided by it exceeds FP8_MAX. It is 1 for a block of zeros, and NaN for a block with an element
+    that is not finite.
+
+    The scale is computed from bits, so that it is the same on all devices.
+
+    Args:
+        maxima: Largest magnitudes of the blocks, fp32.
+    """
+    bits = maxima.view(torch.int32)
+    exponents, fractions = bits >> 23, bits & 0x7FFFFF
+    # The magnitude is (1 + fraction) * 2^(exponent - 127), and FP8_MAX is 1.75 * 2^8.
+    found = (exponents - 8 + (fractions > 0x600000)).clamp(min=1) << 23
+    found = torch.where(bits == 0, 0x3F800000, found)
+    return torch.where(exponents == 255, 0x7FC00000, found).view(torch.float32)
+
+
+def quantize_blocks(tiles: Tiles, block: int = BLOCK) -> torch.Tensor:
+    """Returns the bits of weight / scale in float8_e4m3fn, rounded to nearest even, as uint8.
+
+    Args:
+        tiles: Rectangle of a weight, with the scales of its blocks.
+        block: Rows and columns of a block.
+    """
+    weight, scales, row, column = tiles
+    rows, columns = weight.shape
+    wide = scales.repeat_interleave(block, 0)[row : row + rows]
+    wide = wide.repeat_interleave(block, 1)[:, column : column + columns]
+    return (weight.float() / wide).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+class QuantizedCopies:
+    """A fixed list of copies that quantize blocks.
+
+    Args:
+        pairs: Rectangles of weights with their scales, and destinations of equal shapes, uint8.
+        device, programs: Ignored.
+        block: Rows and columns of a block.
+    """
+
+    num_launches = 0
+    table_bytes = 0
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Tiles, torch.Tensor]],
+        device: torch.device,
+        programs: int | None = None,
+        block: int = BLOCK,
+    ) -> None:
+        self._pairs, self._block = list(pairs), block
+
+    def run(self) -> None:
+        """Quantizes everything."""
+        for tiles, dest in self._pairs:
+            dest.copy_(quantize_blocks(tiles, self._block))
 
 
 def draw_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from hybridrl.kernels import copy_engine, rectangles
+from hybridrl.kernels import copy_engine, quantize, rectangles, reference
 from hybridrl.kernels.rectangles import RectangleCopies
 
 from hybridrl import ops
@@ -102,6 +102,72 @@ def blocks_by_copy_engines(rng: random.Random) -> int:
     return len(ways)
 
 
+def rounding_case() -> None:
+    """Every bfloat16 number up to 448, in blocks whose scale is 1: as torch casts it."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.float().abs() <= reference.FP8_MAX].to(DEVICE)
+    weight = torch.zeros(-(-numbers.numel() // 128), 128, dtype=torch.bfloat16, device=DEVICE)
+    weight.view(-1)[: numbers.numel()] = numbers
+    scales = torch.ones(-(-weight.size(0) // 128), 1, device=DEVICE)
+    dest = torch.zeros(weight.shape, dtype=torch.uint8, device=DEVICE)
+    quantize.QuantizedCopies([(ops.Tiles(weight, scales), dest)], DEVICE).run()
+    assert torch.equal(dest, weight.float().to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def blocks_case(rng: random.Random) -> None:
+    """Rectangles of blocks of many magnitudes, in strided rows, that begin anywhere in a block."""
+    block = rng.choice([128, 16])
+    tiles, dests, wanted = [], [], []
+    for _ in range(3):
+        row, column = rng.choice([(0, 0), (3, 16), (rng.randrange(block), rng.randrange(block))])
+        rows, columns = rng.choice([1, 48, 300]), rng.choice([16, 100, 272, 2200])
+        source = numbered((rows + 1, columns + rng.choice([0, 3, 16])), rng.choice(DTYPES[:2]))
+        source *= (10.0 ** torch.randint(-9, 6, (rows + 1, 1))).to(source)
+        source[:30, :30] *= rng.choice([0, 1])
+        if rng.random() < 0.3:
+            source[rows - 1, columns - 1] = rng.choice([float("nan"), float("inf")])
+        shape = -(-(row + rows) // block), -(-(column + columns) // block)
+        scales = torch.zeros(shape[0], shape[1] + 1, device=DEVICE)
+        tiles.append(ops.Tiles(source[1:, :columns], scales[:, :-1], row, column))
+        dests.append(torch.full((rows, columns + 16), 9, dtype=torch.uint8, device=DEVICE))
+    copies = [tile._replace(scales=tile.scales.clone()) for tile in tiles]
+    quantize.BlockMaxima(tiles, DEVICE, block).run()
+    reference.BlockMaxima(copies, DEVICE, block).run()
+    for tile, copy in zip(tiles, copies, strict=True):
+        assert torch.equal(tile.scales.view(torch.int32), copy.scales.view(torch.int32))
+        tile.scales.copy_(ops.power_of_two_scales(tile.scales.contiguous()))
+        wanted.append(ops.quantize_blocks(tile, block))
+    views = [dest[:, :-16] for dest in dests]
+    quantize.QuantizedCopies(list(zip(tiles, views, strict=True)), DEVICE, 5, block).run()
+    for dest, found, values in zip(dests, views, wanted, strict=True):
+        one, other = (part.view(torch.float8_e4m3fn).float() for part in (found, values))
+        assert ((found == values) | one.isnan() & other.isnan()).all()
+        assert (dest[:, -16:] == 9).all()
+
+
+def refused_blocks() -> None:
+    weight, scales = numbered((128, 130), torch.float32), numbered((1, 2), torch.float32)
+    dest = torch.zeros(128, 130, dtype=torch.uint8, device=DEVICE)
+    tiles = ops.Tiles(weight, scales)
+    for wrong, place, match in (
+        (tiles, dest[:, :128], "shapes must be equal"),
+        (tiles._replace(scales=scales[:, :1]), dest, "scales of shape (1, 2)"),
+        (tiles._replace(row=1), dest, "scales of shape (2, 2)"),
+        (tiles, dest.float(), "torch.uint8"),
+        (
+            tiles._replace(weight=weight.t(), scales=numbered((2, 1), torch.float32)),
+            dest.t(),
+            "con",
+        ),
+    ):
+        try:
+            quantize.QuantizedCopies([(wrong, place)], DEVICE)
+        except ValueError as error:
+            assert match in str(error), error
+            continue
+        raise AssertionError(f"not refused: {match}")
+
+
 def main() -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -120,6 +186,10 @@ def main() -> None:
         except ValueError:
             continue
         raise AssertionError(f"{wrong[0].shape}, {wrong[0].stride()} was not refused")
+    rounding_case()
+    for _ in range(4):
+        blocks_case(rng)
+    refused_blocks()
     num_ways = blocks_by_copy_engines(rng)
     print(f"{num_cases} rectangle cases on {DEVICE}; copy engines: {num_ways} ways")
 

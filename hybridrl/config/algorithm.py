@@ -136,7 +136,7 @@ def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
     """Returns the section with token-level importance weights (TIS) turned on, unless the section
     sets `weight` or `proximal` itself.
 
-    TIS suits samples that older weights generated. It weights each token separately, because the
+    TIS suits samples that older weights or an engine with FP8 weights generated. It weights each token separately, because the
     product of ratios over a response that several weight versions generated has unbounded variance.
     """
     given = section.correction.model_fields_set

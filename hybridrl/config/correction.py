@@ -23,7 +23,7 @@ class CorrectionConfig(Section):
     """
 
     weight: Level = "none"
-    """Level at which the ratio k = old / behaviour is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0. The mismatch metrics are reported in either case."""
+    """Level at which the ratio k = old / behaviour is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0 or the engine uses FP8 (rollout.quantization, rollout.kv_cache_dtype). The mismatch metrics are reported in either case."""
     bound: Literal["truncate", "mask"] = "truncate"
     """Treatment of weights outside min and max: 'truncate' clamps them, 'mask' sets them to 0. The default, 'truncate', is TIS, which discards no sample."""
     max: float = Field(2.0, gt=0)

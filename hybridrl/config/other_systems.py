@@ -102,6 +102,7 @@ VERL: Mapping[str, Counterpart] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": _to("rollout.gpu_memory_share"),
     "actor_rollout_ref.rollout.max_num_seqs": _to("rollout.max_batch"),
     "actor_rollout_ref.rollout.enforce_eager": _to("rollout.eager"),
+    "actor_rollout_ref.rollout.quantization": _to("rollout.quantization"),
     "actor_rollout_ref.rollout.response_length": _to("rollout.max_new_tokens"),
     "actor_rollout_ref.rollout.val_kwargs.n": _to("eval.samples_per_prompt"),
     "actor_rollout_ref.rollout.val_kwargs.temperature": _to("eval.temperature"),

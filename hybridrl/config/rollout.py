@@ -58,5 +58,14 @@ class RolloutConfig(Section):
     """Treatment of unfinished samples that would exceed steps.max_policy_lag in the next step: 'finish' waits until they are finished, 'drop' discards them and counts them (lag/dropped). The default is 'finish', because dropping favours short responses."""
     unfinished_at_update: float | None = Field(None, ge=0, lt=1)
     """Maximum fraction of a step's samples that may be unfinished when engines pause to receive new weights. It requires steps.max_policy_lag above 0 and engines on ranks without a model. The default is 0 if max_policy_lag is 1, because the next step needs all samples; otherwise it is 0.2, so that long responses continue with the new weights."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Whether vLLM on GPUs holds weights in FP8: the projections and experts of all layers as float8_e4m3fn, with a power of two as the scale of each block of 128 x 128. Every update quantizes them while it sends them, and engines quantize activations. Off by default, because it pays only where reading weights takes most of a decoding step, and needs memory for a second copy of the weights. It turns algorithm.correction.weight on."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache in vLLM on GPUs. The default, 'auto', is the model's type; 'fp8' is float8_e4m3fn without scales, which halves the cache but saturates at 448. It turns algorithm.correction.weight on."""
     eager: bool = False
     """Whether CUDA graphs (vLLM, SGLang) and torch.compile (vLLM) are turned off; on CPU they always are. Off by default, because both make decoding on GPUs faster."""
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether engines compute with FP8 weights or an FP8 KV cache."""
+        return self.quantization == "fp8" or self.kv_cache_dtype == "fp8"

@@ -34,6 +34,7 @@ from hybridrl.config.rules_placement import (
     placement_rules,
     split_rules,
 )
+from hybridrl.config.rules_quantization import quantization_rules
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -100,6 +101,7 @@ def check(
         *_training_rules(config),
         *_release_rules(config, default_dtype),
         *optimizer_rules(config, default_dtype),
+        *quantization_rules(config, default_dtype),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),

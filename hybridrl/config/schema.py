@@ -193,10 +193,11 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
-    def _correct_for_lag(self) -> Self:
+    def _correct_sampling(self) -> Self:
         # Stored in the configuration itself, so that config.yaml, the identity and the algorithm
         # agree.
-        if self.steps.max_policy_lag and isinstance(self.algorithm, PolicyGradientConfig):
+        is_off_policy = self.steps.max_policy_lag or self.rollout.uses_fp8
+        if is_off_policy and isinstance(self.algorithm, PolicyGradientConfig):
             # Write through __dict__, because the model is frozen and pydantic refuses assignments.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
         return self

@@ -51,7 +51,7 @@ from hybridrl.rollout.common.agreement import TokensDifferError
 from hybridrl.rollout.common.sampling import log_distribution
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.training.mismatch import BOUNDS
+from hybridrl.training.mismatch import bounds_of
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16
 ROWS = 64  # number of positions for which full logits are in memory at a time
@@ -196,7 +196,7 @@ def _compare(
     trainer_rows["logits"] = trainer_logits(model, trainer_rows["norm"][ends_N])
     tokenwise = _tokenwise(trainer, batch, norm_TD, plain_T)
     exact = reference_streams(model, prompts) if with_reference else {}
-    bounds = BOUNDS[trainer.source.dtype]
+    bounds = bounds_of(trainer.source.dtype, trainer.config.rollout.uses_fp8)
     total, replica = mean_difference(placed, tokenwise)
     numerics = judge_numerics(
         _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds

@@ -30,10 +30,10 @@ from hybridrl.hybrid_engine.memory.phases import (
     TrainingMemory,
     TrainingWeights,
 )
-from hybridrl.hybrid_engine.planning.fp32_views import wire_views
 from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize, wire_views
 from hybridrl.hybrid_engine.target import WeightTarget, forgets, stale_copy_of
 from hybridrl.hybrid_engine.transports.packed import (
     PackedTransport,
@@ -169,6 +169,10 @@ class HybridEngine:
         frozen = frozen_tensors(layouts, gather_alike(source.frozen, peers))
         own = layouts[peers.rank], target.layout()
         wire_dtype = agree_wire_dtype(weights, target.tensors(), peers, own)
+        self._weight_dtype: torch.dtype | None = None
+        weight_itemsize = wire_dtype.itemsize
+        if wire_itemsize(targets, weight_itemsize) < weight_itemsize:
+            self._weight_dtype, wire_dtype = wire_dtype, torch.uint8
         plans: list[Plan] = []
         error = ""
         try:
@@ -176,12 +180,20 @@ class HybridEngine:
             if frozen:
                 ends.append((without(layouts, frozen), without(targets, frozen)))
             for sources, dests in ends:
-                plans.append(plan_reshard(sources, dests, wire_dtype.itemsize, domain_size))
+                plans.append(
+                    plan_reshard(
+                        sources,
+                        dests,
+                        wire_dtype.itemsize,
+                        domain_size,
+                        weight_itemsize=weight_itemsize,
+                    )
+                )
                 prove(plans[-1], sources, dests, ranks=[peers.rank])
             check_tensors(layouts[peers.rank], _shapes(weights))
             check_tensors(targets[peers.rank], _shapes(target.tensors()))
-            self._weights = wire_views(weights, own[0], wire_dtype)
-            wire_views(target.tensors(), own[1], wire_dtype)
+            self._weights = wire_views(weights, own[0], wire_dtype, self._weight_dtype)
+            wire_views(target.tensors(), own[1], wire_dtype, self._weight_dtype)
         except (PlanError, ModelError) as caught:
             error = str(caught)
         is_computed = any(not isinstance(tensor, Tensor) for tensor in weights.values())
@@ -225,7 +237,9 @@ class HybridEngine:
 
     def _written(self) -> Mapping[str, Tensor]:
         """Returns the engine's parameters as the views that transports write to."""
-        return wire_views(self._target.tensors(), self._target_layout, self._wire_dtype)
+        return wire_views(
+            self._target.tensors(), self._target_layout, self._wire_dtype, self._weight_dtype
+        )
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.planning.direct import agree_on_all
-from hybridrl.hybrid_engine.planning.fp32_views import wire_views
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
+from hybridrl.hybrid_engine.planning.wire_elements import wire_views
 from hybridrl.hybrid_engine.transports.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Shape

@@ -100,7 +100,10 @@ class Run:
         for text in roles.shared_weights():
             notify(text)
         self.times.over("models")
-        journal.warnings = (MismatchWarning(roles.source.dtype), UniformGroupsWarning())
+        journal.warnings = (
+            MismatchWarning(roles.source.dtype, config.rollout.uses_fp8),
+            UniformGroupsWarning(),
+        )
         placement, model = meshes.placement, roles.policy.model
         report_untested(config, algorithm.needs.rollouts, model.layers.kind, notify)
         rollout_setup.report_merging(model.source, config.rollout, notify)
@@ -109,6 +112,7 @@ class Run:
         layout = rollout_setup.rollout_layout(
             model, config.rollout, source.layouts, placement.rollout
         )
+        source = rollout_setup.engine_source(model, config.rollout, source)
         memories, weights = rollout_setup.training_memories(roles.trained.values())
         engine = rollout_setup.start_engine(config, model, source, layout, memories, weights)
         self.engine = self.ledger.engine = engine

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.generation.sampler import Sampler
@@ -28,7 +28,7 @@ from hybridrl.loop.position import Position
 from hybridrl.roles.policy import Policy
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.training.mismatch import BOUNDS
+from hybridrl.training.mismatch import bounds_of
 
 PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 16, 8, 4
 
@@ -96,7 +96,8 @@ class EnginePhases:
             )
             completions = _complete(self._sampler, requests)
             self.enter_training()
-            gap = _compare(self._policy, requests, completions)
+            rollout = self._config.rollout
+            gap = _compare(self._policy, requests, completions, rollout)
             self._journal.notify(f"engine and trainer agree within {gap:.1e} nats per token")
             self._journal.notify(memory_table())
             self.reshard()
@@ -148,15 +149,19 @@ def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Comple
 
 
 def _compare(
-    policy: Policy, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
+    policy: Policy,
+    requests: Sequence[Request],
+    completions: Sequence[Sequence[Completion]],
+    rollout: RolloutConfig,
 ) -> float:
     """Returns the mean absolute difference between the engine's and the trainer's
     log-probabilities, for the replica with the largest difference. Call it in the training phase.
 
     Raises:
-        EngineDiffersError: The difference exceeds the bound for the model's dtype.
+        EngineDiffersError: The difference exceeds the bound for the model's dtype, or for an
+            engine that computes in FP8.
     """
-    bound = BOUNDS[policy.model.source.dtype].refuse
+    bound = bounds_of(policy.model.source.dtype, rollout.uses_fp8).refuse
     prompts = [
         Prompt(number, "", request.prompt, {}, completion.tokens)
         for done in completions
@@ -180,14 +185,20 @@ def _compare(
                 f"replica {replica} and the trainer compute different log-probabilities for the "
                 f"same tokens: they differ by {gaps[-1]:.2g} nats on average and by "
                 f"{float(gap_T.max()):.2g} at most; allowed: {bound:g} on average. The weights "
-                f"are equal, so the computation differs. {_likely_cause(policy.model.train.fp8)} "
+                "are equal, so the computation differs. "
+                f"{_likely_cause(policy.model.train.fp8, rollout)} "
                 "To compare layer by layer: hybridrl check --mismatch CONFIG"
             )
     return max(gaps)
 
 
-def _likely_cause(fp8: str) -> str:
+def _likely_cause(fp8: str, rollout: RolloutConfig) -> str:
     """Returns a hint about the likely cause of a difference, given the value of `train.fp8`."""
+    if rollout.uses_fp8:
+        return (
+            "The engine computes in FP8, which explains a part. Set rollout.quantization=none and "
+            "rollout.kv_cache_dtype=auto to see whether the rest comes from elsewhere."
+        )
     if fp8 == "none":
         return (
             "Check the position, norm and head settings in the model's config.json, and the "

@@ -68,6 +68,7 @@ from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
 from hybridrl.rollout.held_adapters import merged_transport_rules
+from hybridrl.rollout.quantized_models import cpu_rules, quantized_model_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 
@@ -117,6 +118,7 @@ def model_violations(
             head: Head = "lm" if trains_policy(config) else "value"
             found += freeze_rules(frozen_names(config.train.freeze, shape), family, shape, head)
             found += lora_rules(config.lora, family, shape)
+            found += quantized_model_rules(rollout, config.train, family, shape)
             if not found:
                 with_adapters = adapted(family, lora_of(config.lora))
                 found += merged_transport_rules(config.rollout, with_adapters, shape)
@@ -618,6 +620,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
                 f"{name} does not support this family. Set rollout.engine=hf.",
             )
         yield from package.model_rules(shape, is_cpu)
+        yield from cpu_rules(config.rollout.quantization, config.rollout.kv_cache_dtype, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

@@ -32,6 +32,7 @@ from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_e
 from hybridrl.loop.agent_setup import make_agent_episodes
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.adapters.rows import base_of
+from hybridrl.models.quantized import quantized_shapes
 from hybridrl.models.sources import TrainingShard, WeightSource
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping
@@ -48,6 +49,7 @@ from hybridrl.rollout.held_adapters import held_family, merging_notice
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
+from hybridrl.training.quantized_weights import QuantizedWeights
 from hybridrl.training.trained_weights import TrainedWeights
 
 
@@ -68,6 +70,20 @@ def rollout_layout(
     takes_maps = rollout.ep > 1 and ENGINES[rollout.engine].takes_expert_maps
     tensors = ExpertTensors(source.family, source.shape) if takes_maps else None
     return lay_out_engines(sources, parts, tensors, node, ranks).best.layout
+
+
+def engine_source(
+    model: ParallelModel, rollout: RolloutConfig, source: WeightSource
+) -> WeightSource:
+    """Returns the weights as engines receive them: quantized if `rollout.quantization` says so.
+
+    Raises:
+        ModelError: A rank holds only part of a block of a quantized weight; raised on every rank.
+    """
+    if rollout.quantization == "none":
+        return source
+    quantized = quantized_shapes(base_of(model.source.family), model.source.shape)
+    return QuantizedWeights(source, model.world.rank, quantized)
 
 
 def report_merging(

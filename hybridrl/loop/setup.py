@@ -41,6 +41,7 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 from hybridrl.rollout.held_adapters import merged_transport_rules
+from hybridrl.rollout.quantized_models import quantized_model_rules
 
 PLANNER = "hybridrl.services.planner.choose"
 """Module with the LayoutChooser `chosen_layout`; imported by name, and only for `layout: auto`."""
@@ -110,6 +111,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)
         found += lora_rules(config.lora, family, shape)
+        found += quantized_model_rules(config.rollout, train, family, shape)
         if not found:
             with_adapters = adapted(family, lora_of(config.lora))
             found += merged_transport_rules(config.rollout, with_adapters, shape)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from hybridrl import ops
 from hybridrl.models.boxes import Box
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.weights import RankLayout
@@ -45,6 +46,24 @@ class ComputedTensor(Protocol):
 
     def compute(self, box: Box) -> Tensor:
         """Returns the rectangle `box` of the tensor."""
+        ...
+
+
+@runtime_checkable
+class BatchedTensor(ComputedTensor, Protocol):
+    """A computed tensor of which many slices, of many tensors, are computed by few kernels."""
+
+    @staticmethod
+    def copies(
+        slices: Sequence[tuple[ComputedSlice, Tensor]], device: torch.device, programs: int | None
+    ) -> ops.Copies:
+        """Returns copies that write slices of tensors of this class to their places.
+
+        Args:
+            slices: Slices, with places of the same shapes.
+            device: Device of all tensors.
+            programs: Maximum number of Triton programs; None for the whole device.
+        """
         ...
 
 

@@ -57,6 +57,8 @@ class EngineTraits:
         highest_temperature: Highest temperature that it supports.
         ends_by_text: Whether it can end responses at stop strings.
         penalizes: Whether it supports minimum lengths and penalties.
+        quantizes: Whether it can hold weights and KV cache in FP8 on GPUs (`rollout.quantization`,
+            `rollout.kv_cache_dtype`).
         max_stop_tokens: Maximum number of stop tokens in a request with a minimum length; None
             means no limit.
         runs_on_gpus: Whether `hybridrl plan` assumes that it runs on GPUs, even if the host has
@@ -86,6 +88,7 @@ class EngineTraits:
     highest_temperature: float = math.inf
     ends_by_text: bool = False
     penalizes: bool = False
+    quantizes: bool = False
     max_stop_tokens: int | None = None
     runs_on_gpus: bool = False
     has_fitted_times: bool = False
@@ -144,6 +147,7 @@ ENGINES = {
         highest_temperature=2.0,
         ends_by_text=True,
         penalizes=True,
+        quantizes=True,
         max_stop_tokens=128,  # the maximum that vLLM's second model runner can exclude
         runs_on_gpus=True,
         has_fitted_times=True,

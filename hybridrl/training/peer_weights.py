@@ -86,8 +86,10 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
     wanted = config.rollout.transport
     if wanted == "packed" or world.size == 1:
         return None
-    # With adapters, a sync is small. Peer memory was not measured on GPUs with them.
-    if wanted == "auto" and (config.train.release_weights_in_rollout or config.lora.is_on):
+    # With adapters, a sync is small. Peer memory was not measured on GPUs with them. FP8 weights
+    # are quantized while they are packed.
+    is_unsuited = config.lora.is_on or config.rollout.quantization == "fp8"
+    if wanted == "auto" and (config.train.release_weights_in_rollout or is_unsuited):
         return None
     if wanted == "auto" and world.platform.is_cpu:
         return None  # peer memory is not faster on CPU

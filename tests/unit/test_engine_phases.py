@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.loop.engine_phases import EngineDiffersError, _compare
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -26,7 +27,10 @@ def test_a_difference_names_fp8_where_the_trainer_multiplies_in_it(
     request = Request(0, (1, 2, 3), 0, SamplingParams(1.0, max_new_tokens=2))
     completion = Completion(0, (4, 5), (-1.0, -1.0), "length", 1)
     with pytest.raises(EngineDiffersError, match="differ by 2 nats on average") as raised:
-        _compare(policy, [request], [[completion]])
+        _compare(policy, [request], [[completion]], RolloutConfig())
     said = str(raised.value)
     assert ("train.fp8=hybrid" in said and "Set train.fp8=none" in said) is (fp8 != "none")
     assert "position, norm and head settings" in said
+    rollout = RolloutConfig(engine="vllm", quantization="fp8")
+    with pytest.raises(EngineDiffersError, match="Set rollout.quantization=none"):
+        _compare(policy, [request], [[completion]], rollout)

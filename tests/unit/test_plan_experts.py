@@ -13,9 +13,9 @@ import torch
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules_experts import replays
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts, wire_views
 from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.planning.wire_elements import wire_layouts, wire_views
 from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import read_model, resolve_family
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes
@@ -207,7 +207,7 @@ def test_bias_of_a_router_travels_in_fp32_beside_other_types() -> None:
     assert views["w"] is tensors["w"] and views["b"].shape == (12,)
     assert views["b"].data_ptr() == tensors["b"].data_ptr()
     assert wire_views(tensors, layout, torch.float32) is tensors
-    assert wire_layouts([layout, layout], 4) == [layout, layout]
+    assert wire_layouts([layout, layout], 4, 4) == [layout, layout]
     with pytest.raises(ModelError, match="parameter b: got torch.bfloat16; allowed: float32"):
         wire_views({"b": torch.zeros(6, dtype=torch.bfloat16)}, layout, torch.bfloat16)
 

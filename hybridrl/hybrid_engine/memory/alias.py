@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
+from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
 from hybridrl.models.adapters.slots import is_slot
 from hybridrl.models.boxes import Box
 from hybridrl.models.expert_stacks import are_consecutive_in_stack
@@ -38,11 +38,11 @@ def shared_names(
     same content at the same offsets.
 
     The training tensor has rows of the same length, and at least as many of them. Tensors that are
-    kept in fp32 are left out. So are tensors that engines copy before use (`COPIED`): vLLM's copies
-    are views of the loaded parameter, so replacing that parameter would not free its memory. So are
-    slots of adapters, whose addresses the engine's kernels keep in tables. The
-    experts of a stack, named `<parameter>/<index>`, are shared only all together, and only if they
-    are consecutive in training too.
+    kept in fp32 are left out, and so are FP8 weights with their scales. So are tensors that engines
+    copy before use (`COPIED`): vLLM's copies are views of the loaded parameter, so replacing that
+    parameter would not free its memory. So are slots of adapters, whose addresses the engine's
+    kernels keep in tables. The experts of a stack, named `<parameter>/<index>`, are shared only all
+    together, and only if they are consecutive in training too.
 
     Args:
         source: Layout of the trainer.
@@ -50,7 +50,7 @@ def shared_names(
         has_even_stacks: Whether a stack's experts are, or may be, evenly spaced in memory
             (`stacks_are_even`); if False, no stack is shared.
     """
-    kept = kept_tensors(target)
+    fixed = fixed_sizes(target)
     held = {content: name for name, content in _contents(source).items()}
     found: dict[str, str] = {}
     stacks: dict[str, list[str]] = {}
@@ -58,7 +58,7 @@ def shared_names(
         stack, _, index = name.partition("/")
         if index:
             stacks.setdefault(stack, []).append(name)
-        if name in kept or name.endswith(COPIED) or is_slot(name):
+        if name in fixed or name.endswith(COPIED) or is_slot(name):
             continue
         if index and not has_even_stacks:
             continue

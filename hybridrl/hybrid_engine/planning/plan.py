@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.hybrid_engine.planning.crossing import Crossings, Way
-from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts
 from hybridrl.hybrid_engine.planning.pieces import Join, PlanError, join
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
+from hybridrl.hybrid_engine.planning.wire_elements import wire_layouts
 from hybridrl.models.boxes import Box, intersection, moved, volume
 from hybridrl.models.weights import RankLayout, Region
 
@@ -80,11 +80,13 @@ class Plan:
         ops: For each destination rank, its operations, including local copies.
         itemsize: Size in bytes of an element as it is sent.
         domain_size: Number of consecutive ranks on one node.
+        weight_itemsize: Size in bytes of an ordinary weight as it is sent; None for one element.
     """
 
     ops: Sequence[tuple[CopyOp, ...]]
     itemsize: int
     domain_size: int
+    weight_itemsize: int | None = None
 
     def ops_between(self, source_rank: int, dest_rank: int) -> Sequence[CopyOp]:
         """Returns the operations of `dest_rank` whose source is `source_rank`."""
@@ -291,15 +293,18 @@ def plan_reshard(
     targets: Sequence[RankLayout],
     itemsize: int,
     domain_size: int | None = None,
+    weight_itemsize: int | None = None,
 ) -> Plan:
     """Plans how the target tensors are filled from the source tensors.
 
     Args:
         sources: Layout that each rank holds.
         targets: Layout that each rank needs, one for each source; some may be empty.
-        itemsize: Size in bytes of an element as it is sent; an fp32 value may consist of several
+        itemsize: Size in bytes of an element as it is sent; a value may consist of several
             elements.
         domain_size: Number of consecutive ranks on one node; None if all are on one node.
+        weight_itemsize: Size in bytes of a weight as it is sent, unless it has a size of its own
+            (wire_elements.py); None for one element.
 
     Raises:
         PlanError: A target needs elements that no source holds. Names the HF tensor and the
@@ -308,8 +313,8 @@ def plan_reshard(
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")
     domain_size = domain_size or max(len(sources), 1)
-    joined = join(wire_layouts(sources, itemsize), wire_layouts(targets, itemsize))
-    return Plan(PlannedOps(joined, domain_size), itemsize, domain_size)
+    ends = (wire_layouts(one, itemsize, weight_itemsize or itemsize) for one in (sources, targets))
+    return Plan(PlannedOps(join(*ends), domain_size), itemsize, domain_size, weight_itemsize)
 
 
 def _elements(ops: Iterable[CopyOp]) -> int:

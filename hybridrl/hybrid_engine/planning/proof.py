@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hybridrl.hybrid_engine.planning.fp32_views import wire_layouts
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
+from hybridrl.hybrid_engine.planning.wire_elements import wire_layouts
 from hybridrl.models.boxes import (
     Box,
     intersection,
@@ -53,7 +53,8 @@ def prove(
             f"a plan for {len(plan.ops)} ranks, but {len(sources)} source layouts and "
             f"{len(targets)} target layouts"
         )
-    sources, targets = (wire_layouts(one, plan.itemsize) for one in (sources, targets))
+    sizes_of = plan.itemsize, plan.weight_itemsize or plan.itemsize
+    sources, targets = (wire_layouts(one, *sizes_of) for one in (sources, targets))
     different = {id(layout): layout for layout in sources}  # equal layouts may be one object
     by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
     held = [by_tensor[id(layout)] for layout in sources]

@@ -37,8 +37,8 @@ from torch import Tensor
 from hybridrl import ops
 from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.planning.direct import Direct, agree_on_all
-from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
+from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
 from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.transport import (
     Fill,
@@ -382,18 +382,18 @@ def agree_wire_dtype(
     """Returns the type in which all ranks send elements; collective.
 
     The type is the widest type of all sources or the widest type of all destinations, whichever is
-    narrower. No value thus loses more precision than its destination's type requires. Tensors that
-    are kept in fp32 are ignored.
+    narrower. No value thus loses more precision than its destination's type requires. Tensors
+    whose type does not depend on that of the others (`fixed_sizes`) are ignored.
 
     Args:
         sources, dests: Tensors of this rank.
         peers: All ranks.
         layouts: Layouts of this rank's sources and destinations.
     """
-    kept = [kept_tensors(layout) for layout in layouts]
+    fixed = [fixed_sizes(layout) for layout in layouts]
     widest = (
-        _widest([tensor for name, tensor in sources.items() if name not in kept[0]]),
-        _widest([tensor for name, tensor in dests.items() if name not in kept[1]]),
+        _widest([tensor for name, tensor in sources.items() if name not in fixed[0]]),
+        _widest([tensor for name, tensor in dests.items() if name not in fixed[1]]),
     )
     dtypes = peers.gather_objects(widest)
     held = [source for source, _ in dtypes if source is not None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.contracts.holders import Ranks
-from hybridrl.models.sources import ComputedSlice
+from hybridrl.models.sources import BatchedTensor, ComputedSlice
 from hybridrl.parallel.failure import PeerError
 
 Pair = tuple[Tensor, Tensor]
@@ -94,26 +94,31 @@ class ComputedCopies:
     """A list of copies whose sources are views or computed slices; implements `ops.Copies`.
 
     Args:
-        copies: Copies whose sources are views.
-        slices: Computed slices with their destinations.
+        copies: Copies of views, and of slices that are computed together.
+        slices: Slices that are computed one by one, with their destinations.
     """
 
-    def __init__(self, copies: ops.Copies, slices: Sequence[tuple[ComputedSlice, Tensor]]) -> None:
+    def __init__(
+        self, copies: Sequence[ops.Copies], slices: Sequence[tuple[ComputedSlice, Tensor]]
+    ) -> None:
         self._copies, self._slices = copies, slices
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches; a computed slice counts as one kernel."""
-        return self._copies.num_launches + len(self._slices)
+        """Number of kernels that one `run()` launches; a slice that is computed on its own counts
+        as one kernel.
+        """
+        return sum(copies.num_launches for copies in self._copies) + len(self._slices)
 
     @property
     def table_bytes(self) -> int:
         """Device memory that the tables of copies occupy, in bytes."""
-        return self._copies.table_bytes
+        return sum(copies.table_bytes for copies in self._copies)
 
     def run(self) -> None:
         """Copies and computes everything, on the device's current stream."""
-        self._copies.run()
+        for copies in self._copies:
+            copies.run()
         for one, place in self._slices:
             place.copy_(one.compute())
 
@@ -122,13 +127,19 @@ def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None)
     """Returns copies from views and computed slices; see `ops.rectangle_copies` for `programs`."""
     pairs: list[Pair] = []
     slices: list[tuple[ComputedSlice, Tensor]] = []
+    batches: dict[type[BatchedTensor], list[tuple[ComputedSlice, Tensor]]] = {}
     for source, place in fills:
         if isinstance(source, Tensor):
             pairs.append((source, place))
+        elif isinstance(source.tensor, BatchedTensor):
+            batches.setdefault(type(source.tensor), []).append((source, place))
         else:
             slices.append((source, place))
     copies = ops.rectangle_copies(pairs, device, programs=programs)
-    return ComputedCopies(copies, slices) if slices else copies
+    if not slices and not batches:
+        return copies
+    batched = [kind.copies(batch, device, programs) for kind, batch in batches.items()]
+    return ComputedCopies([copies, *batched], slices)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -17,8 +17,15 @@ from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 
 WRAPPED = ".base_layer"  # part of the names of parameters in layers with adapters
-# Stacks of a rank's experts: gate and up, and down.
-STACKS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+# Stacks of a rank's experts: gate and up, and down; weights, scales of FP8 weights, and biases.
+STACKS = (
+    "w13_weight",
+    "w2_weight",
+    "w13_weight_scale_inv",
+    "w2_weight_scale_inv",
+    "w13_bias",
+    "w2_bias",
+)
 
 
 Names = Callable[[str], str | None]

@@ -26,11 +26,13 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
+from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.slots import POLICY, EngineSlots, is_slot, slot_rules
-from hybridrl.models.boxes import Box
+from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.quantized import engine_scales, quantized_shapes, with_scale_shapes
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
@@ -51,6 +53,7 @@ from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.common.wide_routers import WideRouters
 from hybridrl.rollout.engine import Holding, Request, unknown_adapter
+from hybridrl.rollout.quantized_models import cpu_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 
@@ -172,6 +175,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             raise violation
         for violation in slot_rules(family, self._shape, ENGINES[self.name].adapts_direct_latents):
             raise violation
+        for violation in cpu_rules(settings.quantization, settings.kv_cache_dtype, is_cpu):
+            raise violation
         self._placement, self._rank = layout, rank
         self._base_layout = self._weight_layout(base_of(family))
         self._layout = self._base_layout if family.lora is None else self._weight_layout(family)
@@ -179,6 +184,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if not dist.is_initialized():
             raise RuntimeError("create a process group first, then the engine")
         itemsize: int = getattr(torch, settings.dtype).itemsize
+        sizes = fixed_sizes(self._layout)
         self._inputs = StartInputs(
             settings=settings,
             shape=self._shape,
@@ -187,7 +193,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             device=self._device,
             version=version,
             members=members,
-            weight_bytes=itemsize * sum(map(math.prod, self._layout.shapes.values())),
+            weight_bytes=sum(
+                sizes.get(name, itemsize) * math.prod(shape)
+                for name, shape in self._layout.shapes.items()
+            ),
             slots=None
             if family.lora is None
             else EngineSlots.of(family.lora, self._layout.shapes, settings.adapters),
@@ -199,6 +208,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         # Raised only after the package has started on all ranks, because a starting package cannot
         # be stopped.
         self._refusals: list[ModelError] = []
+        self._is_placement_checked = False
         self._views: dict[str, Tensor] = {}
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._routers = WideRouters({}, {})
@@ -294,31 +304,28 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         tp, ep = self._placement.tp, self._settings.ep
         layout = fused_layout(family, self._shape, tp, tp_rank, ep)
         experts = self._placement.experts_of(self._rank)
-        if experts is None:
-            return layout
-        if not ENGINES[self.name].takes_expert_maps:
-            raise ValueError(f"the {self.name} engine assigns experts in order, not by a map")
-        return with_experts(layout, ExpertTensors(family, self._shape), experts)
+        if experts is not None:
+            if not ENGINES[self.name].takes_expert_maps:
+                raise ValueError(f"the {self.name} engine assigns experts in order, not by a map")
+            layout = with_experts(layout, ExpertTensors(family, self._shape), experts)
+        return engine_scales(layout, self._quantized())
+
+    def _quantized(self) -> Mapping[str, Shape]:
+        """Returns the shapes of the HF tensors that the engine holds in FP8."""
+        if self._settings.quantization == "none":
+            return {}
+        return quantized_shapes(base_of(self._family), self._shape)
 
     def _prepare(self, model: torch.nn.Module) -> None:
         """Checks a new module's parameters, and shares memory with the trainer, before the package
         adds adapters, measures memory and captures graphs.
         """
         layout, latent = self._base_layout, self._shape.latent
-        shapes = hf_shapes(base_of(self._family), self._shape)
-        load_files: Any = model.load_weights
-        load = load_files
-        if self._shape.vision is not None:  # whose tensors have other names in files
-            load = partial(_load_as_in_files, load_files)
         version = self._inputs.version
         try:
-            self._settle(model)
-            tensors = live_tensors(model, self._layout_name)
-            wide = WideRouters.names(tensors, self._dtype)
-            check_parameters(layout, tensors, version, wide)
-            dealt = [self._placement.experts_of(rank) or () for rank in self._inputs.members]
-            experts = [expert for own in dealt for expert in own] or None
-            check_placement(layout, tensors, shapes, load, version, experts)
+            tensors, wide = self._checked_parameters(model)
+            if not self._is_placement_checked:
+                self._check_placement(model, tensors)
             # Padding starts as random numbers, of which only the first and last layer's are loaded.
             for name, box in layout.padding:
                 box_view(tensors[name], box).zero_()
@@ -330,6 +337,44 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             set_epsilon(model)
             self._views = share(model, self._shard, layout, self._layout_name, wide)
             self._routers = WideRouters.of(tensors, self._dtype, self._views)
+
+    def _prepare_loading(self, model: torch.nn.Module) -> None:
+        """Checks where a new module's own loader puts weights, before the package processes them.
+        Must precede `_prepare` if parameters lose their loaders in the processing, as FP8 weights
+        do in vLLM.
+        """
+        try:
+            tensors, _ = self._checked_parameters(model)
+            self._check_placement(model, tensors)
+        except ModelError as error:
+            self._refusals.append(error)
+        self._is_placement_checked = True
+
+    def _checked_parameters(
+        self, model: torch.nn.Module
+    ) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """Returns a module's parameters, and the names of those kept wide, after comparing them
+        with the layout. Raises ModelError.
+        """
+        self._settle(model)
+        tensors = live_tensors(model, self._layout_name)
+        wide = WideRouters.names(tensors, self._dtype)
+        check_parameters(self._base_layout, tensors, self._inputs.version, wide)
+        return tensors, wide
+
+    def _check_placement(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Raises ModelError unless the module's loader copies weights to the places that the layout
+        states.
+        """
+        load_files: Any = model.load_weights
+        load = load_files
+        if self._shape.vision is not None:  # whose tensors have other names in files
+            load = partial(_load_as_in_files, load_files)
+        shapes = hf_shapes(base_of(self._family), self._shape)
+        shapes = with_scale_shapes(shapes, self._quantized())
+        dealt = [self._placement.experts_of(rank) or () for rank in self._inputs.members]
+        experts = [expert for own in dealt for expert in own] or None
+        check_placement(self._base_layout, tensors, shapes, load, self._inputs.version, experts)
 
     def _prepare_adapter(self, model: torch.nn.Module, slots: Mapping[str, Tensor]) -> None:
         """Checks a module's parameters again, with the slots that the package has added."""

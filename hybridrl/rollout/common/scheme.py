@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.planning.fp32_views import kept_tensors
+from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
 from hybridrl.models.boxes import Shape, show
 from hybridrl.models.hf.stored_slices import StoredSlice, slice_counts
+from hybridrl.models.quantized import SCALES, is_scale
 from hybridrl.models.weights import RankLayout
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -26,13 +27,14 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 # Row and column codes are combined to 16 * row + column, which is below 256 and thus exact in
 # bfloat16.
 CODES = 16
+FP8 = torch.float8_e4m3fn
 
 
 def check_parameters(
     layout: RankLayout, live: Mapping[str, Tensor], engine: str, wide: Collection[str] = ()
 ) -> None:
     """Raises ModelError unless the engine has exactly the layout's parameters, all of one dtype
-    except for those kept in fp32.
+    except for those kept in fp32, FP8 weights and their scales.
 
     Args:
         layout: Layout of the engine.
@@ -45,11 +47,14 @@ def check_parameters(
         found = tuple(live[name].shape) if name in live else None
         if expected != found:
             raise _refusal(name, _shape(found), _shape(expected), engine)
-    kept = kept_tensors(layout)
-    for name in sorted(kept):
-        if live[name].dtype != torch.float32:
-            raise _refusal(name, live[name].dtype, "float32", engine)
-    dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in {*kept, *wide}}
+    fixed = fixed_sizes(layout)
+    for name, size in sorted(fixed.items()):
+        required = FP8 if size == FP8.itemsize else torch.float32
+        if live[name].dtype != required:
+            raise _refusal(name, live[name].dtype, required, engine)
+        if not live[name].is_contiguous():
+            raise _refusal(name, "strides", "contiguous elements", engine)
+    dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in {*fixed, *wide}}
     wanted = dtypes[next(iter(layout.shapes))]
     for name, dtype in dtypes.items():
         if dtype != wanted:
@@ -82,7 +87,10 @@ def check_placement(
         if region.hf not in looked_at:
             continue
         part = live[region.local][_slices(region.local_box)]
-        expected = coded(region.hf, hf_shapes[region.hf], like)[_slices(region.hf_box)]
+        whole = coded(region.hf, hf_shapes[region.hf], _type_of(region.hf, hf_shapes, like))
+        expected = whole[_slices(region.hf_box)]
+        if part.dtype == FP8:  # codes include NaN, which equals no number
+            part, expected = part.view(torch.uint8), expected.view(torch.uint8)
         if not torch.equal(part, expected.to(part.dtype)):
             raise _refusal(
                 f"{region.local}{show(region.local_box)}",
@@ -101,7 +109,8 @@ def _stored(
     """Yields the coded tensors as a checkpoint stores them: slices of one tensor are stacked."""
     counts, slices = slice_counts(hf_shapes), dict[str, list[Tensor]]()
     for name in names:
-        place, tensor = StoredSlice.of(name), coded(name, hf_shapes[name], like)
+        tensor = coded(name, hf_shapes[name], _type_of(name, hf_shapes, like))
+        place = StoredSlice.of(name)
         if place.index is None:
             yield name, tensor
             continue
@@ -114,7 +123,11 @@ def _stored(
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
-    """Returns a tensor like `like` whose elements encode the name and their own row and column."""
+    """Returns a tensor like `like` whose elements encode the name and their own row and column.
+    FP8 elements encode them in their bits.
+    """
+    if like.dtype == FP8:
+        return coded(name, shape, like.to(torch.float32)).to(torch.uint8).view(FP8)
     code = torch.zeros((), dtype=like.dtype, device=like.device)
     for dim, size in enumerate(shape):
         # A multiplicative hash whose top bits depend on index, dim and name.
@@ -122,6 +135,18 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
         bits = (index * 2654435761 % (1 << 32)) >> 28
         code = CODES * code[..., None] + bits.to(like.dtype) if dim else bits.to(like.dtype)
     return code
+
+
+def _type_of(name: str, hf_shapes: Mapping[str, Shape], like: Tensor) -> Tensor:
+    """Returns an empty tensor of the type of an HF tensor; other tensors are of the type of
+    `like`.
+    """
+    dtype = like.dtype
+    if is_scale(name):
+        dtype = torch.float32
+    elif f"{name}{SCALES}" in hf_shapes:
+        dtype = FP8
+    return torch.empty(0, dtype=dtype, device=like.device)
 
 
 def _first_and_last_layer(hf_shapes: Mapping[str, Shape]) -> dict[str, None]:

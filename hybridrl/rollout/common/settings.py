@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped
 from hybridrl.errors import UserError
+from hybridrl.models.quantized import BLOCK, unquantized_modules
 from hybridrl.rollout.engine import Request
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class EngineSettings:
             maximum.
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
         directory: Directory with the model's processor files; needed if prompts have images.
+        quantization: Quantization of projections and experts, as in `rollout.quantization`.
+        unquantized: HF names of linear layers that quantization leaves out.
+        kv_cache_dtype: Type of the KV cache, as in `rollout.kv_cache_dtype`.
     """
 
     hf_config: Mapping[str, Any]
@@ -59,10 +63,16 @@ class EngineSettings:
     gpu_memory_share: float | None = None
     adapters: tuple[str, ...] = ()
     directory: Path | None = None
+    quantization: Literal["none", "fp8"] = "none"
+    unquantized: tuple[str, ...] = ()
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
         """Returns the settings for these inputs."""
+        rollout, unquantized = inputs.rollout, list[str]()
+        if rollout.quantization != "none":
+            unquantized = unquantized_modules(inputs.family, inputs.family.shape(inputs.hf_config))
         return EngineSettings(
             inputs.family.for_engines(inputs.hf_config),
             inputs.family.architectures,
@@ -77,13 +87,28 @@ class EngineSettings:
             gpu_memory_share=inputs.rollout.gpu_memory_share,
             adapters=inputs.adapters,
             directory=inputs.directory,
+            quantization=rollout.quantization,
+            unquantized=tuple(unquantized),
+            kv_cache_dtype=rollout.kv_cache_dtype,
         )
 
     def config_json(self) -> dict[str, Any]:
         """Returns the config.json for the engine."""
         given = self.hf_config
         content = wrapped(given) if has_images(given) else without_wrapper(given)
-        return {"architectures": list(self.architectures), **content}
+        config = {"architectures": list(self.architectures), **content}
+        if self.quantization == "fp8":
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "weight_block_size": [BLOCK, BLOCK],
+                "activation_scheme": "dynamic",
+                "modules_to_not_convert": list(self.unquantized),
+            }
+        return config
+
+    def kv_cache_itemsize(self, itemsize: int) -> int:
+        """Returns the bytes of an element of the KV cache of a model with this itemsize."""
+        return 1 if self.kv_cache_dtype == "fp8" else itemsize
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:

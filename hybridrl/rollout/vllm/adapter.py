@@ -23,6 +23,7 @@ from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
+from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
 from hybridrl.rollout.vllm.images import features_of
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
@@ -43,7 +44,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @staticmethod
     def _layout_name(name: str) -> str | None:
-        return None if COPIES.is_copy(name) else hf_style(name)
+        return None if COPIES.is_copy(name) or is_cache_scale(name) else hf_style(name)
 
     def _start(self) -> None:
         # Requests in vLLM, by vLLM's names. Names are never reused, because vLLM may still return a
@@ -56,6 +57,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._live = start(
             self._inputs,
             prepare=self._prepare,
+            prepare_loading=self._prepare_loading,
             prepare_adapter=lambda model: self._prepare_adapter(model, slot_tensors(model)),
             listen=lambda model, cache: self._record_with(
                 lambda: RecordedExperts(model, cache, self._shape, self._device)
@@ -83,6 +85,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return ImageProcessor(vision, Preprocessing.read(directory, vision))
 
     def _settle(self, model: torch.nn.Module) -> None:
+        if self._settings.quantization == "fp8":
+            check_kernels(model, self._inputs.version)
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._shape.latent is not None and self._device.type == "cpu":

@@ -34,6 +34,11 @@ GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense 
 # for activations and CUDA graphs. If they need more, vLLM measures how large a cache fits.
 GPU_KNOWN_SHARE = 0.8
 
+# vLLM's kernels for FP8 weights. CUTLASS's are compiled in vLLM's wheels, and one kernel computes
+# batches of all sizes. vLLM's own choice depends on which other packages and compilers a machine
+# has.
+LINEAR_BACKEND = "cutlass"
+
 
 def engine_arguments(
     settings: EngineSettings,
@@ -75,6 +80,10 @@ def engine_arguments(
     if shape.moe is not None and device_memory is not None:
         # Other GPU kernels would pack or reorder gate and up.
         arguments["moe_backend"] = "triton"
+    if settings.quantization == "fp8":
+        arguments["linear_backend"] = LINEAR_BACKEND
+    if settings.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = settings.kv_cache_dtype
     if settings.timeout_s is not None:
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
         arguments["cpu_distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
@@ -133,6 +142,7 @@ def _gpu_memory(
 def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
-    block = block_size * shape.token_bytes(tp, getattr(torch, settings.dtype).itemsize)
+    itemsize = settings.kv_cache_itemsize(getattr(torch, settings.dtype).itemsize)
+    block = block_size * shape.token_bytes(tp, itemsize)
     # One more block, because vLLM never assigns block 0.
     return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

@@ -35,6 +35,7 @@ from hybridrl.rollout.common.stand_ins import stand_in_for
 from hybridrl.rollout.vllm.adapters import adapter_arguments, forget_addresses, split_projections
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
+from hybridrl.rollout.vllm.fp8 import before_processing, choose_kernels
 from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.one_adapter import compute_densely
@@ -66,6 +67,7 @@ class LiveEngine(StartedPackage):
 def start(
     inputs: StartInputs,
     prepare: Callable[[torch.nn.Module], None],
+    prepare_loading: Callable[[torch.nn.Module], None],
     prepare_adapter: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, Any], object],
 ) -> LiveEngine:
@@ -74,6 +76,8 @@ def start(
     Args:
         prepare: Called with the new module, before vLLM adds adapters' slots, measures memory and
             captures graphs.
+        prepare_loading: Called with the new module of an engine with FP8 weights, before vLLM
+            processes its weights.
         prepare_adapter: Called with the module after vLLM has added the slots, if the engine has an
             adapter.
         listen: Called with the module and vLLM's `KVCacheConfig` of this rank, before graphs are
@@ -84,6 +88,9 @@ def start(
         RuntimeError: If an engine of another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
+    is_fp8 = settings.quantization == "fp8"
+    if is_fp8:
+        choose_kernels(inputs.device)
     _import_vllm(inputs.version, is_cpu)
     if inputs.shape.vision is not None and is_cpu:
         # Imported with the model's code, although its wheels do not load with a CPU build of torch.
@@ -106,6 +113,7 @@ def start(
         ranks_in_environment(),
         _groups_of(layout),
         _collectives_over_gloo(is_cpu),
+        before_processing(prepare_loading) if is_fp8 else contextlib.nullcontext(),
         _after_loading(prepare, finish_adapter),
         _after_caching(listen),
         second_runner(settings.architectures),

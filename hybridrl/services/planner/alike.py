@@ -14,6 +14,7 @@ from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
 from hybridrl.models.adapters.rows import num_parameters
 from hybridrl.models.family import Family
+from hybridrl.models.quantized import quantized_bytes, split_family
 from hybridrl.models.trainable import synced_family, unmerged_family
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.held_adapters import held_family
@@ -39,7 +40,8 @@ class FullestRank:
     Args:
         models: Each model's part on the rank; the policy comes first.
         layout: Training layout that all models use.
-        engine: Number of elements in the engine's parameters.
+        engine: Number of elements in the engine's parameters; FP8 weights and their scales count as
+            the number of elements of the model's type that take as many bytes.
         shared: Number of engine elements that are stored in the trainer's memory.
         synced: Number of those elements that each sync changes.
     """
@@ -66,6 +68,7 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
     far = assumed is None or assumed.cluster.nodes > 1
     wanted = config.rollout.transport
     is_packed = config.lora.is_on and wanted == "auto"
+    is_packed |= config.rollout.quantization == "fp8"
     is_packed |= wanted == "packed" or config.train.release_weights_in_rollout
     return "packed" if far or is_packed else "peer"
 
@@ -91,10 +94,16 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
         else num_parameters(part, shape)
         for part in (sent, synced_family(family, shape, sent))
     )
+    in_16_bits = None
+    if rollout.quantization == "fp8":
+        in_fp8, in_16_bits = split_family(family, shape)
+        num = engine_elements(in_fp8, shape, rollout.tp, rollout.ep)
+        saved = num - quantized_bytes(num) // itemsize_of(config, on_gpu=True)
+        engine, synced = engine - saved, synced - saved
     can_share = family.lora is None or sent.lora is not None
     if traits.shares_memory and can_share and not train.release_weights_in_rollout:
-        same = unmerged_family(family, shape, sent)
         has_buckets = not train.fuse_param_gather
+        same = in_16_bits or unmerged_family(family, shape, sent)
         shared = shared_elements(same, shape, layout, rollout.tp, rollout.ep, has_buckets)
     place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
 

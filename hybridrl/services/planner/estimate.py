@@ -22,6 +22,7 @@ from hybridrl.services.planner.phase_memory import (
     gradient_bytes,
     itemsize_of,
 )
+from hybridrl.services.planner.sizes import engine_elements
 from hybridrl.services.planner.times import Times, giving_back_s, step_times
 
 
@@ -62,8 +63,12 @@ def estimate(
     requests = num_requests(memory, assumed.gpu_memory_bytes)
     most = max(memory.start, memory.train, memory.rollout_with(requests))
     tp, policy = rollout.tp if is_fused else 1, held[0]
+    kept = 1.0  # share of the weights' bytes that quantization keeps
+    if rollout.quantization == "fp8":
+        kept = engine / engine_elements(models[0].family, models[0].shape, tp, rollout.ep)
     if models[0].family.lora is None:
-        crossing = max(0, engine - shared - _own_elements(layout, policy.held.num, tp))
+        own = int(kept * _own_elements(layout, policy.held.num, tp))
+        crossing = max(0, engine - shared - own)
     else:
         crossing = max(0, ranks.synced - _own_elements(layout, policy.trained.num, tp))
     times = step_times(

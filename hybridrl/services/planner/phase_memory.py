@@ -26,6 +26,7 @@ from hybridrl.models.adapters.rows import (
 )
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.quantized import element_sizes
 from hybridrl.models.trainable import (
     BackwardShares,
     backward_shares,
@@ -406,7 +407,8 @@ def _kv_cache_bytes(
     requests.
     """
     tp = config.rollout.tp
-    per_request = config.longest_request() * shape.token_bytes(tp, itemsize)
+    cached = 1 if config.rollout.kv_cache_dtype == "fp8" else itemsize
+    per_request = config.longest_request() * shape.token_bytes(tp, cached)
     per_request += shape.state_bytes(tp, itemsize)
     return num_requests * per_request + (replay.rollout if replay else 0)
 
@@ -528,6 +530,14 @@ def fullest(layouts: Sequence[RankLayout]) -> Elements:
         experts = sum(num for name, num in elements.items() if EXPERTS in name)
         found.append(Elements(sum(elements.values()), experts))
     return max(found)
+
+
+def layout_bytes(layout: RankLayout, itemsize: int) -> int:
+    """Returns the bytes of a layout's tensors; `itemsize` is the size of a weight's element, unless
+    it has a size of its own.
+    """
+    sizes = element_sizes(layout)
+    return sum(sizes.get(name, itemsize) * prod(size) for name, size in layout.shapes.items())
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:

@@ -5,7 +5,7 @@ Also counts the elements that each rank holds. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from hybridrl.hybrid_engine.planning.owned import equal_shares
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.quantized import SCALES, engine_scales, quantized_shapes, trainer_scales
 from hybridrl.models.trainable import synced_family, unmerged_family
 from hybridrl.models.weights import (
     NOTHING,
@@ -40,6 +41,7 @@ from hybridrl.services.planner.phase_memory import (
     HeldModel,
     RoleModel,
     fullest,
+    layout_bytes,
     most_elements,
 )
 
@@ -57,7 +59,7 @@ class Placed:
         parts: Layout of each tensor-parallel rank of an engine.
         engines: Assignment of ranks to parts of engines.
         shared: For each rank, the number of engine elements that share the trainer's memory.
-        once: HF tensors that are sent only once, because they never change.
+        once: HF tensors that are sent only once, because they never change, and their scales.
     """
 
     placement: Placement
@@ -122,6 +124,11 @@ def place_models(
     takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
     tensors = ExpertTensors(family, shape) if takes_maps else None
     engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
+    if config.rollout.quantization == "fp8":
+        quantized = quantized_shapes(base, shape)
+        sources = _each(sources, lambda one: trainer_scales(one, quantized)[0])
+        targets = _each(engines.targets, lambda one: engine_scales(one, quantized))
+        engines = replace(engines, targets=targets)
     shared = [0] * world_size
     if family is base or sent is not base:
         unmerged = hf_shapes(unmerged_family(family, shape, sent), shape)
@@ -130,7 +137,19 @@ def place_models(
         shared = _shared(config, layout, kept, engines.targets)
     synced = hf_shapes(synced_family(family, shape, sent), shape)
     once = frozenset(hf_shapes(sent, shape)) - synced.keys()
+    once |= {f"{name}{SCALES}" for name in once}
     return Placed(placement, layout, choice, whole, sources, parts, engines, shared, once)
+
+
+def _each(
+    layouts: Sequence[RankLayout], change: Callable[[RankLayout], RankLayout]
+) -> list[RankLayout]:
+    """Returns changed layouts; layouts that are one object remain one object."""
+    found: dict[int, RankLayout] = {}
+    for layout in layouts:
+        if id(layout) not in found:
+            found[id(layout)] = change(layout)
+    return [found[id(layout)] for layout in layouts]
 
 
 def _spread(
@@ -213,8 +232,11 @@ def held_by_ranks(
         ]
         engine = None
         if ranks[0] in placement.rollout:
-            own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
-            engine = HeldEngine(itemsize * max(own), len(placement.rollout))
+            own = (
+                layout_bytes(placed.targets[r], itemsize) - itemsize * placed.shared[r]
+                for r in ranks
+            )
+            engine = HeldEngine(max(own), len(placement.rollout))
         own_bytes = sum(itemsize * h.held.num for h in held if h.model.role == "policy")
         sums = [sum(part[rank].held.num for part in parts if rank in part) for rank in ranks]
         most = max(sums)

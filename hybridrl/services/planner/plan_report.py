@@ -25,6 +25,7 @@ from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.nodes import planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
+from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.family import ModelShape, read_model
@@ -52,6 +53,7 @@ from hybridrl.services.planner.phase_memory import (
 from hybridrl.services.planner.place import Placed, choices, held_by_ranks, place_models
 from hybridrl.services.planner.plan_text import order_reason
 from hybridrl.services.planner.planned_models import planned_models
+from hybridrl.services.planner.quantization_note import quantization_note
 from hybridrl.services.planner.times import engine_note
 
 # Rates on CPU: for gloo over loopback, and for copies within a rank.
@@ -152,7 +154,8 @@ def _report(
     laid = place_models(config, placement, family, shape, node)
     itemsize = itemsize_of(config, on_gpu)
     sources, targets = (without(part, laid.once) for part in (laid.sources, laid.targets))
-    plan = plan_reshard(sources, targets, itemsize, node)
+    sent = wire_itemsize(laid.targets, itemsize)
+    plan = plan_reshard(sources, targets, sent, node, weight_itemsize=itemsize)
     found = _memories(config, roles, laid, assumed)
     if assumed is not None:
         verdict = gpu_verdict(config, roles, hf_config, found, assumed, placement.is_shared)
@@ -192,7 +195,7 @@ def _report(
             "assignment": [place and list(place) for place in layout.assignment],
             "choices": choices(config.train.order, laid, node, itemsize),
         },
-        "reshard": _reshard(config, laid, plan, assumed),
+        "reshard": _reshard(config, laid, plan, itemsize, assumed),
         "memory": _peaks(config, memories, machines.num_ranks // node, on_gpu),
         "ranks": [one.as_json() for one in found],
         "assumptions": assumed and {key: v._asdict() for key, v in assumed.values.items()},
@@ -228,9 +231,13 @@ def _step(
     """
     if assumed is None or not placement.is_shared:
         return None
-    times = estimate(config, roles, placement.num_ranks, assumed).times
-    note = engine_note(config)
-    return {"predicted_s": times.step, "phases_s": asdict(times), "note": note}
+    found = estimate(config, roles, placement.num_ranks, assumed)
+    notes = (
+        engine_note(config),
+        quantization_note(config, roles, placement.num_ranks, assumed, found),
+    )
+    note = "; ".join(note for note in notes if note) or None
+    return {"predicted_s": found.times.step, "phases_s": asdict(found.times), "note": note}
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:
@@ -320,9 +327,10 @@ def _reshard(
     config: Config,
     laid: Placed,
     plan: Plan,
+    itemsize: int,
     assumed: Assumptions | None,
 ) -> dict[str, Any]:
-    shared = [plan.itemsize * elements for elements in laid.shared]
+    shared = [itemsize * elements for elements in laid.shared]
     layout = laid.layout
     # Number of ranks over which each parameter's new values are sharded. In shared parameters, the
     # part that a rank owns needs no copy.

@@ -80,6 +80,10 @@ REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
 # Extra time per layer for adapters on all linear layers. Measured with vLLM 0.26, 7B, rank 32, one
 # H200: 4.87 ms without and 6.52 ms with adapters for 256 requests, 1.33 ms more for 32.
 ADAPTERS_STEP_S = 1.65e-3 / 28
+# Extra time per layer for FP8 weights: activations are quantized before each product, and vLLM's
+# FP8 kernels reach less of the memory's rate than bf16 ones. Measured with vLLM 0.26 (CUTLASS), 7B,
+# one H200: 7.2 ms with FP8 weights for 64 requests of 1.5k to 2k tokens.
+FP8_STEP_S = 84e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
 STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 
@@ -365,7 +369,7 @@ def generation_s(
         num_steps = max(num_steps, ceil(requests / together) * lengths.response)
     memory = assumed.values["memory_gb_per_s"].value * 1e9
     matrix = assumed.values["matrix_tflops"].value * 1e12
-    cached = 1.0 * shape.token_bytes(tp, 2)
+    cached = 1.0 * shape.token_bytes(tp, 1 if config.rollout.kv_cache_dtype == "fp8" else 2)
     usual = lengths.prompt + lengths.response / 2
     # This sums over the tokens of all requests, so steps with fewer requests cost less.
     states = 2.0 * shape.state_bytes(tp, 2)  # read and written
@@ -377,6 +381,8 @@ def generation_s(
     step_s = ENGINE_STEP_S + LAYER_STEP_S * shape.num_layers
     if adapter_params:
         step_s += ADAPTERS_STEP_S * shape.num_layers
+    if config.rollout.quantization == "fp8":
+        step_s += FP8_STEP_S * shape.num_layers
     if tp > 1:  # each layer all-reduces a token's hidden state twice
         is_far, rate = tp > cluster.gpus_per_node, cluster.link_rate
         rate = cluster.node_rate / cluster.gpus_per_node if is_far else rate

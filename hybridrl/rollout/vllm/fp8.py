@@ -1,0 +1,122 @@
+"""Starts vLLM with FP8 weights that updates write in place.
+
+Pins the kernels, because some of vLLM's kernels repack weights after loading, which updates could
+then not write. Updates write scales that are powers of two. Such scales suit all kernels, with or
+without DeepGEMM's requirement of powers of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hybridrl.errors import ModelError, UserError
+from hybridrl.rollout.common.process_state import replaced
+from hybridrl.rollout.vllm.arguments import LINEAR_BACKEND
+
+# The environment that suits each kernel of LINEAR_BACKEND. Without DeepGEMM, activations have fp32
+# scales in all layers. With it, they have powers of two, like weights.
+ENVIRONMENT = {
+    "cutlass": {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_DEEP_GEMM_E8M0": "0"},
+    "triton": {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_DEEP_GEMM_E8M0": "0"},
+    "deep_gemm": {"VLLM_USE_DEEP_GEMM": "1", "VLLM_USE_DEEP_GEMM_E8M0": "1"},
+}
+# Kernels that read `weight` and `weight_scale_inv` as updates write them.
+KERNELS = {
+    "cutlass": "CutlassFp8BlockScaledMMKernel",
+    "triton": "TritonFp8BlockScaledMMKernel",
+    "deep_gemm": "DeepGemmFp8BlockScaledMMKernel",
+}
+EXPERTS = "TRITON"  # backend of experts, as arguments.py pins it
+LEAST_CAPABILITY = (9, 0)  # of GPUs on which these kernels run: Hopper
+# Parameters of attention that exist until vLLM has processed them.
+CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a parameter is a scale of attention, which vLLM reads only when it loads weights."""
+    return name.rpartition(".")[2] in CACHE_SCALES
+
+
+def choose_kernels(device: torch.device) -> None:
+    """Sets the environment variables of the pinned kernels; must precede the import of vLLM.
+
+    Raises:
+        UserError: The GPU is too old.
+    """
+    os.environ.update(ENVIRONMENT[LINEAR_BACKEND])
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        raise UserError(
+            "rollout.quantization",
+            f"fp8 on {torch.cuda.get_device_name(device)}",
+            "none on GPUs older than Hopper",
+            "Set rollout.quantization=none.",
+        )
+
+
+def check_kernels(model: torch.nn.Module, version: str) -> None:
+    """Checks that all quantized layers use the pinned kernels.
+
+    Raises:
+        ModelError: A layer uses another kernel, or the environment has changed. Names the layer.
+    """
+    from vllm import envs
+
+    for name, value in ENVIRONMENT[LINEAR_BACKEND].items():
+        if getattr(envs, name) != bool(int(value)):
+            raise _other_kernel(name, getattr(envs, name), value, version)
+    num_layers = 0
+    for name, part in model.named_modules():
+        method: Any = getattr(part, "quant_method", None)
+        kind = type(method).__name__
+        if kind == "Fp8LinearMethod":
+            found, wanted = type(method.fp8_linear).__name__, KERNELS[LINEAR_BACKEND]
+        elif kind == "Fp8MoEMethod":
+            found, wanted = method.fp8_backend.name, EXPERTS
+        else:
+            continue
+        num_layers += 1
+        if found != wanted:
+            raise _other_kernel(name, found, wanted, version)
+    if not num_layers:
+        raise _other_kernel(type(model).__name__, "no FP8 layers", "FP8 layers", version)
+
+
+def _other_kernel(name: str, found: object, wanted: str, version: str) -> ModelError:
+    return ModelError(
+        f"rollout.quantization: {name}",
+        f"{found} in {version}",
+        wanted,
+        "Install a version that `hybridrl check` calls tested, unset vLLM's environment variables, "
+        "or set rollout.quantization=none.",
+    )
+
+
+@contextlib.contextmanager
+def before_processing(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Context manager: calls `prepare` with vLLM's new module before vLLM processes its weights for
+    kernels. Afterwards FP8 parameters no longer have loaders.
+
+    Scales of attention are marked as missing from the checkpoint, because random ones would
+    saturate an FP8 cache.
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    process = base_loader.process_weights_after_loading
+
+    def prepare_and_process(model: torch.nn.Module, *args: Any, **keywords: Any) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            prepare(model)
+            for name, parameter in model.named_parameters():
+                if is_cache_scale(name):
+                    parameter.fill_(-1.0)
+                elif parameter.dtype == torch.float8_e4m3fn:
+                    parameter.view(torch.uint8).zero_()  # `prepare` may leave NaN
+        process(model, *args, **keywords)
+
+    with replaced(base_loader, "process_weights_after_loading", prepare_and_process):
+        yield
