@@ -32,6 +32,9 @@ OPTIONAL = {"datasets", "PIL", "langdetect", "math_verify", "transformer_engine"
     "aiohttp",
     "openai",
     "fla",
+    "mcp",
+    "openenv",
+    "verifiers",
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 
