@@ -184,10 +184,11 @@ def _squared_norm(part: Any) -> float:
     Megatron's function expects gradients of a single data type, and on a CPU computes norms of bf16
     gradients in bf16.
     """
-    found = [
-        torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        for gradient in part.get_main_grads_for_grad_norm()
-    ]
+    if hasattr(part, "get_grads_for_grad_norm"):  # its name in megatron-core 0.19
+        gradients = part.get_grads_for_grad_norm()
+    else:
+        gradients = part.get_main_grads_for_grad_norm()
+    found = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     zero = torch.zeros((), dtype=torch.float32, device=part.optimizer.device)
     total = torch.stack([zero, *found]).square().sum()
     dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
