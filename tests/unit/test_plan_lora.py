@@ -172,10 +172,14 @@ def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_fo
     assert only["lora"]["engine_holds_adapters"] is False
 
 
-@pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_a_search_counts_adapters_of_experts_as_a_plan_does(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "targets"),
+    [("vllm", "[all-linear, experts]"), ("vllm", "[experts]"), ("hf", "[all-linear, experts]")],
+)
+def test_a_search_counts_adapters_of_experts_as_a_plan_does(engine: str, targets: str) -> None:
     more = ("rollout.tp=4", "rollout.ep=4") if engine == "vllm" else ()
-    check_search(config_of(*MIXTURE, "train.ep=4", *more, engine=engine))
+    sizes = "train.ep=4", f"lora.targets={targets}", *more
+    check_search(config_of(*MIXTURE, *sizes, engine=engine))
 
 
 @pytest.mark.parametrize(
