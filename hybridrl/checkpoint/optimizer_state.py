@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 from hybridrl.checkpoint.fp32_remainders import joined
+from hybridrl.errors import CheckpointError
 
 # Megatron's names for the fp32 weight and Adam's moments.
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
@@ -260,16 +261,32 @@ def _param_state(
 
 
 def _names(described: Mapping[Tensor, Any], cut: _Cut, stored: Collection[str]) -> list[str]:
-    """Returns the names of a parameter's states in a checkpoint."""
+    """Returns the names of a parameter's states in a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has no master of a parameter that needs one.
+    """
     if cut.parameter not in described:
         raise ValueError(f"a parameter of shape {cut.parameter.shape} is not in the model's state")
     key = described[cut.parameter].key
-    other = REMAINDER if _key(REMAINDER, key) in stored else MASTER
-    # An fp32 parameter of a PackedAdam is its own master.
-    is_whole = _key(other, key) not in stored and any(
-        one.startswith(_key(REMAINDER, "")) for one in stored
-    )
-    return [*MOMENTS] if is_whole else [other, *MOMENTS]
+    for name in (REMAINDER, MASTER):
+        if _is_stored(_key(name, key), stored):
+            return [name, *MOMENTS]
+    if not _is_stored(_key(MOMENTS[0], key), stored):
+        return [MASTER, *MOMENTS]  # the reader reports that they are missing
+    if cut.parameter.dtype != torch.float32:
+        raise CheckpointError(
+            _key(MASTER, key),
+            "missing",
+            "a checkpoint with an fp32 master or a remainder of each 16-bit parameter",
+            "Load the checkpoint with the model.dtype with which it was saved.",
+        )
+    return [*MOMENTS]  # an fp32 parameter of a PackedAdam is its own master
+
+
+def _is_stored(key: str, stored: Collection[str]) -> bool:
+    """Whether a checkpoint has a tensor, or the parts of a tensor that is stored in parts."""
+    return key in stored or any(one.startswith(f"{key}.") for one in stored)
 
 
 def _key(name: str, key_of_weight: str) -> str:
