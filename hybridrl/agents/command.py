@@ -47,8 +47,7 @@ class Sandbox(Protocol):
 
 class Bubblewrap:
     """Runs a program with bubblewrap: other files are read-only, and other processes are hidden.
-    The program has no capabilities, with which root could make files writable again. It shares the
-    network, because it must reach the endpoint.
+    The program shares the network, because it must reach the endpoint.
 
     Raises:
         UserError: The program bwrap is not installed.
@@ -67,7 +66,6 @@ class Bubblewrap:
         own = str(folder)
         return [
             *("bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
-            *("--cap-drop", "ALL"),
             *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", own, own, "--"),
             *command,
         ]
@@ -299,9 +297,12 @@ def checked_report(reward: object) -> Report:
     """
     if reward is None:
         return Report()
-    is_number = isinstance(reward, int | float) and math.isfinite(reward)
-    if not is_number or abs(float(reward)) > LARGEST:  # type: ignore[arg-type]
+    try:
+        number = float(reward) if isinstance(reward, int | float) else math.nan
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    if not abs(number) <= LARGEST:
         return Report(
             failure=(f"reported the reward {short(reward)} for {WHERE}", "a finite float")
         )
-    return Report(reward=float(reward))  # type: ignore[arg-type]
+    return Report(reward=number)

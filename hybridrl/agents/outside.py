@@ -4,87 +4,284 @@
     HYBRIDRL_TASK_TOKEN=... python -m hybridrl.agents.outside http://HOST:PORT ...
 
 Fetches tasks from all replicas of the run, calls the async function for each as `agent.function`
-would, and reports the rewards. Ends when the run has ended. Imports only the standard library and
+would, and reports the rewards. With a folder, it ends when the folder contains no address any more;
+with an address, when this has not answered for GIVE_UP_S. Imports only the standard library and
 modules of hybridrl that need nothing else.
+
+Tasks of evaluations have room of their own: tasks of training get no turn during an evaluation, and
+would otherwise keep it from beginning. Requests use threads of their own, so that the user's code
+cannot keep a task from being noted as alive.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import itertools
 import json
-import os
+import signal
 import sys
+import threading
+import time
 import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hybridrl.agents.tasks import AgentTask
+from hybridrl.agents.tasks import AgentTask, take_token
 from hybridrl.config.own_code import imported, make_working_folder_importable
 from hybridrl.console import say
 
 WAIT_S = 10.0  # longest wait for a task in one request
 RETRY_S = 2.0
 GIVE_UP_S = 60.0  # how long an address may not answer before it counts as gone
-TOKEN_VARIABLE = "HYBRIDRL_TASK_TOKEN"
+LEAVE_S = 5.0  # longest time for giving tasks back
+NUM_THREADS = 8  # for requests to one replica
+TASK_ENDED = 410
 Play = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 class Gone(Exception):
-    """The server refused a request for good; the text says why."""
+    """The server refused a request for good, or never answered; the text says why."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the tasks of one replica are.
+
+    Args:
+        url: Address of the replica's endpoint.
+        token: Token for its tasks.
+        file: File that contains both while the run lasts; None if the user named the address.
+        replicas: Number of replicas of the run.
+    """
+
+    url: str
+    token: str = field(repr=False)
+    file: Path | None = None
+    replicas: int = 1
+
+    def has_ended(self) -> bool:
+        """Whether the run removed or replaced the file."""
+        return self.file is not None and _read(self.file) != self
+
+
+class Connection:
+    """Sends requests to a replica.
+
+    Args:
+        address: Where it is.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tasks of a run")
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request, for which a thread waits; see `send`."""
+        return await self.in_thread(self.send, path, body)
+
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls a function in one of the threads."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, function, *arguments)
+
+    def send(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request.
+
+        Raises:
+            OSError: The server does not answer.
+            Gone: The server refused the request.
+        """
+        request = urllib.request.Request(
+            f"{self._address.url}/agent/tasks/{path}",
+            json.dumps(body).encode(),
+            {
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {self._address.token}",
+            },
+        )
+        try:
+            with self._opener.open(request, timeout=2 * WAIT_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except urllib.error.HTTPError as error:
+            if error.code >= 500:
+                raise
+            raise Gone(f"{error.code}: {error.read().decode(errors='replace')}") from error
+        except (http.client.HTTPException, ValueError) as error:  # half an answer
+            raise OSError(f"the answer cannot be read: {error!r}") from error
+
+    def close(self) -> None:
+        """Ends the threads as soon as their requests are answered."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Heartbeat:
+    """Notes in a thread of its own that tasks are alive.
+
+    Args:
+        connection: Sends the requests.
+        ids: Returns the tasks that run; called by the thread.
+        stop: Called by the thread with each task that the server does not need.
+
+    Attributes:
+        lease_s: Time after which the server gives tasks to others, as tasks say.
+    """
+
+    def __init__(
+        self, connection: Connection, ids: Callable[[], list[str]], stop: Callable[[str], None]
+    ) -> None:
+        self._connection, self._ids, self._stop = connection, ids, stop
+        self._closed, self.lease_s = threading.Event(), 1.0
+        threading.Thread(target=self._run, name="alive", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.lease_s / 4):
+            if not (ids := self._ids()):
+                continue
+            try:
+                for number in self._connection.send("alive", {"ids": ids})["stopped"]:
+                    self._stop(number)
+            except Exception as error:  # the next heartbeat may succeed
+                if not self._closed.is_set():
+                    say(f"{len(ids)} tasks could not be noted as alive: {error!r}")
 
 
 class Replica:
     """Plays the tasks of one replica.
 
     Args:
-        url: Address of the replica's endpoint.
-        token: Token for its tasks.
+        address: Where its tasks are.
         play: Async function that plays a task and returns the reward or None.
         options: Its keyword arguments.
-        concurrency: Maximum number of tasks at the same time.
+        concurrency: Maximum number of tasks of training at the same time, and the same of
+            evaluations.
     """
 
     def __init__(
-        self, url: str, token: str, play: Play, options: Mapping[str, Any], concurrency: int
+        self, address: Address, play: Play, options: Mapping[str, Any], concurrency: int
     ) -> None:
-        self._url, self._token, self._play, self._options = url, token, play, dict(options)
-        self._room = asyncio.Semaphore(concurrency)
+        self._address, self._play, self._options = address, play, dict(options)
+        self._concurrency = concurrency
+        self._connection = Connection(address)
+        # Until the result is taken: all tasks, and those whose function was called.
+        self._held: dict[str, None] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._lease_s = 0.0
-        self._has_lease = asyncio.Event()
         self._keys = itertools.count()
+        self._num_played, self._has_answered, self._has_left = 0, False, False
+        self._say_at = 0.0
 
     async def run(self) -> int:
-        """Plays tasks until the server is gone. Returns the number of tasks that were played."""
-        alive, num, failing_s = asyncio.create_task(self._report_alive()), 0, 0.0
-        try:
-            while True:
-                await self._room.acquire()
-                self._room.release()
-                try:
-                    found = await self._post("take", {"max": 1, "wait_s": WAIT_S})
-                except OSError:
-                    if (failing_s := failing_s + RETRY_S) > GIVE_UP_S or not self._running:
-                        return num
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                failing_s = 0.0
-                for one in found["tasks"]:
-                    await self._room.acquire()
-                    self._lease_s, num = one["lease_s"], num + 1
-                    self._has_lease.set()
-                    self._running[one["id"]] = asyncio.create_task(self._played(one))
-        finally:
-            alive.cancel()
-            for task in self._running.values():
-                task.cancel()
+        """Plays tasks until the server is gone. Returns the number of tasks that were played.
 
-    async def _played(self, one: Mapping[str, Any]) -> None:
+        Raises:
+            Gone: The server refused the token, or never answered.
+        """
+        loop = asyncio.get_running_loop()
+
+        def stop(number: str) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._cancel, number)
+
+        heartbeat = Heartbeat(self._connection, lambda: list(self._held), stop)
+        takers = [asyncio.create_task(self._take_all(kind, heartbeat)) for kind in (True, False)]
+        try:
+            done, _ = await asyncio.wait(takers, return_when=asyncio.FIRST_COMPLETED)
+            for taker in done:
+                taker.result()
+            return self._num_played
+        finally:
+            for taker in takers:
+                taker.cancel()
+            await self._leave()
+            heartbeat.close()
+            self._connection.close()
+
+    async def _take_all(self, is_evaluation: bool, heartbeat: Heartbeat) -> None:
+        """Fetches and begins tasks of one kind until the server is gone."""
+        room = asyncio.Semaphore(self._concurrency)
+        failing_since: float | None = None
+        while True:
+            await room.acquire()
+            room.release()
+            try:
+                found = await self._connection.in_thread(self._take, is_evaluation, heartbeat)
+            except Gone:
+                if self._address.has_ended():
+                    return
+                raise
+            except OSError as error:
+                failing_since = failing_since or time.monotonic()
+                if self._is_gone(time.monotonic() - failing_since, error):
+                    return
+                await asyncio.sleep(RETRY_S)
+                continue
+            failing_since, self._has_answered = None, True
+            if not found and self._address.has_ended():
+                return
+            for one in found:
+                await room.acquire()
+                self._num_played += 1
+                self._running[one["id"]] = asyncio.create_task(self._played(one, room))
+
+    def _take(self, is_evaluation: bool, heartbeat: Heartbeat) -> list[dict[str, Any]]:
+        """Returns up to one task. Called in another thread, because the loop may be busy with the
+        user's code for longer than the server waits for news.
+        """
+        asked = {"max": 1, "wait_s": WAIT_S, "is_evaluation": is_evaluation}
+        found: list[dict[str, Any]] = self._connection.send("take", asked)["tasks"]
+        for one in found:
+            self._held[one["id"]], heartbeat.lease_s = None, one["lease_s"]
+            if self._has_left:
+                self._connection.send(f"{one['id']}/give_back", {})
+        return found
+
+    def _is_gone(self, failing_s: float, error: OSError) -> bool:
+        """Whether an address that has not answered for some time is gone.
+
+        Raises:
+            Gone: It never answered.
+        """
+        if self._address.has_ended():
+            return True
+        if failing_s <= GIVE_UP_S:
+            return False
+        text = f"{self._address.url} has not answered for {failing_s:.0f} s: {error}"
+        if self._address.file is None and not self._has_answered:
+            raise Gone(text)
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + GIVE_UP_S
+            say(text)
+        return self._address.file is None
+
+    async def _played(self, one: Mapping[str, Any], room: asyncio.Semaphore) -> None:
+        """Plays a task and reports its result."""
+        try:
+            await self._report(one, await self._result(one))
+        finally:
+            self._running.pop(one["id"], None)
+            self._held.pop(one["id"], None)
+            room.release()
+
+    async def _result(self, one: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the report on a task.
+
+        Raises:
+            asyncio.CancelledError: The task was stopped.
+        """
         task = AgentTask(
             key=next(self._keys),
             step=one["step"],
@@ -99,89 +296,134 @@ class Replica:
             reward = await self._play(task, **self._options)
             report = {"reward": reward.item() if hasattr(reward, "item") else reward}
             json.dumps(report)
-        except asyncio.CancelledError:
-            report = None
+            return report
         except BaseException as error:  # the user's code may raise anything
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                raise
             traceback.print_exc()
             lines = str(error).splitlines()
-            report = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
-        finally:
-            self._running.pop(one["id"], None)
-            self._room.release()
-        if report is not None:
-            try:
-                await self._post(f"{one['id']}/report", report)
-            except (OSError, Gone) as error:
-                say(f"sample {task.sample}: the result was not taken: {error}", sys.stderr)
+            return {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
 
-    async def _report_alive(self) -> None:
-        await self._has_lease.wait()
+    async def _report(self, one: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+        """Sends a report, several times if the server does not answer."""
+        give_up_at = time.monotonic() + GIVE_UP_S
         while True:
-            await asyncio.sleep(self._lease_s / 4)
-            if not self._running:
-                continue
             try:
-                answer = await self._post("alive", {"ids": list(self._running)})
-            except OSError:
-                continue
-            for number in answer["stopped"]:
-                if (task := self._running.get(number)) is not None:
-                    task.cancel()
+                await self._connection.post(f"{one['id']}/report", report)
+                return
+            except Gone as error:  # 410: an earlier attempt arrived, or the task was stopped
+                if not str(error).startswith(str(TASK_ENDED)):
+                    say(f"sample {one['sample']}: the result was not taken: {error}")
+                return
+            except OSError as error:
+                if time.monotonic() >= give_up_at or self._address.has_ended():
+                    say(f"sample {one['sample']}: the result could not be reported: {error}")
+                    return
+            await asyncio.sleep(RETRY_S)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request.
+    def _cancel(self, number: str) -> None:
+        if (task := self._running.get(number)) is not None:
+            task.cancel()
 
-        Raises:
-            OSError: The server does not answer.
-            Gone: The server refused the request.
-        """
-        request = urllib.request.Request(
-            f"{self._url}/agent/tasks/{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"},
-        )
-
-        def send() -> dict[str, Any]:
-            try:
-                with urllib.request.urlopen(request, timeout=2 * WAIT_S) as answer:
-                    found: dict[str, Any] = json.load(answer)
-                    return found
-            except urllib.error.HTTPError as error:
-                raise Gone(f"{error.code}: {error.read().decode(errors='replace')}") from error
-
-        return await asyncio.to_thread(send)
+    async def _leave(self) -> None:
+        """Ends all tasks and gives them back."""
+        self._has_left, running = True, dict(self._running)
+        for task in running.values():
+            task.cancel()
+        if self._address.has_ended():
+            return
+        posts = [self._connection.post(f"{number}/give_back", {}) for number in running]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), LEAVE_S)
 
 
 async def play_all(
-    run: str, play: Play, options: Mapping[str, Any] | None = None, concurrency: int = 16
+    run: str,
+    play: Play,
+    options: Mapping[str, Any] | None = None,
+    concurrency: int = 16,
+    token: str | None = None,
 ) -> int:
     """Plays the tasks of all replicas of a run until it ends. Returns the number of tasks.
 
     Args:
-        run: Folder of the run, or the address of one replica, whose token is in the environment
-            variable HYBRIDRL_TASK_TOKEN.
+        run: Folder of the run, or the address of one replica.
         play: See `Replica`.
         options: See `Replica`.
-        concurrency: Maximum number of tasks of each replica at the same time.
+        concurrency: See `Replica`; for each replica.
+        token: Token for an address; by default the environment variable HYBRIDRL_TASK_TOKEN, which
+            is removed.
 
     Raises:
-        Gone: The token is wrong.
+        Gone: The token is wrong, or the address never answered.
         FileNotFoundError: The folder contains no address.
     """
-    places = addresses(run)
-    replicas = [Replica(url, token, play, options or {}, concurrency) for url, token in places]
-    return sum(await asyncio.gather(*(one.run() for one in replicas)))
-
-
-def addresses(run: str) -> list[tuple[str, str]]:
-    """Returns address and token of each replica."""
     if run.startswith(("http://", "https://")):
-        return [(run.rstrip("/"), os.environ.get(TOKEN_VARIABLE, ""))]
-    files = sorted((Path(run) / "agents").glob("replica_*.json"))
-    if not files:
+        address = Address(run.rstrip("/"), token or take_token() or "")
+        return await Replica(address, play, options or {}, concurrency).run()
+    playing: dict[Address, asyncio.Task[int]] = {}
+    found, began, has_said = addresses(run), time.monotonic(), False
+    try:
+        while found or any(not task.done() for task in playing.values()):
+            for one in found:
+                if one not in playing:
+                    replica = Replica(one, play, options or {}, concurrency)
+                    playing[one] = asyncio.create_task(replica.run())
+            if not has_said and time.monotonic() > began + GIVE_UP_S:
+                has_said = _say_missing(found)
+            await asyncio.wait(playing.values(), timeout=RETRY_S, return_when="FIRST_EXCEPTION")
+            for task in playing.values():
+                if task.done():
+                    task.result()
+            found = _addresses(run)
+        return sum(task.result() for task in playing.values())
+    finally:
+        for task in playing.values():
+            task.cancel()
+        await asyncio.gather(*playing.values(), return_exceptions=True)
+
+
+def _say_missing(found: list[Address]) -> bool:
+    """Says which replicas have no address. Returns True."""
+    num = max((one.replicas for one in found), default=0)
+    has = {one.file.name for one in found if one.file is not None}
+    if missing := [one for one in range(num) if f"replica_{one}.json" not in has]:
+        say(f"replicas {missing} of {num} have no address yet; their tasks are not played")
+    return True
+
+
+def addresses(run: str) -> list[Address]:
+    """Returns the addresses in the folder of a run.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if not (found := _addresses(run)):
         raise FileNotFoundError(f"{run}/agents: no address; allowed: a run with agent.server=true")
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return [(one["url"], one["token"]) for one in found]
+    return found
+
+
+def _addresses(run: str) -> list[Address]:
+    files = sorted((Path(run) / "agents").glob("replica_*.json"))
+    return [one for one in map(_read, files) if one is not None]
+
+
+def _read(file: Path) -> Address | None:
+    """Returns the address in a file; None if it was removed."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Address(found["url"], found["token"], file, found["replicas"])
+
+
+async def _until_terminated(playing: Any) -> int:
+    """Plays tasks, and gives them back if the process gets SIGTERM."""
+    task = asyncio.ensure_future(playing)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    num: int = await task
+    return num
 
 
 def main() -> int:
@@ -189,15 +431,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plays tasks of a run that has agent.server.")
     parser.add_argument("run", help="folder of the run, or http://HOST:PORT of one replica")
     parser.add_argument("function", help="async function package.module:name")
-    parser.add_argument("--concurrency", type=int, default=16, help="tasks at the same time")
+    parser.add_argument(
+        "--concurrency", type=int, default=16, help="tasks of each kind at the same time"
+    )
     parser.add_argument("--options", type=json.loads, default={}, help="keyword arguments, JSON")
-    given = parser.parse_args()
+    given, token = parser.parse_args(), take_token()
     make_working_folder_importable()
     try:
         play = imported(given.function)
-        num = asyncio.run(play_all(given.run, play, given.options, given.concurrency))
+        playing = play_all(given.run, play, given.options, given.concurrency, token)
+        num = asyncio.run(_until_terminated(playing))
     except (ImportError, FileNotFoundError, Gone) as error:
         sys.exit(str(error))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     say(f"{num} tasks")
     return 0
 

@@ -46,8 +46,9 @@ class OwnEnvironment:
             "HOME": os.environ.get("HOME", "/"),
         }
 
-    def run(self, arguments: Sequence[str], timeout_s: float | None = None) -> Done:
-        """Runs the interpreter with arguments, and returns its output.
+    def run(self, arguments: Sequence[str], timeout_s: float | None = None, text: str = "") -> Done:
+        """Runs the interpreter with arguments and `text` as its standard input, and returns its
+        output.
 
         Raises:
             OSError: The interpreter could not be started.
@@ -56,7 +57,7 @@ class OwnEnvironment:
         return subprocess.run(
             [self.python, *arguments],
             env=scrubbed_environment(self.variables()),
-            stdin=subprocess.DEVNULL,
+            input=text,
             capture_output=True,
             text=True,
             timeout=timeout_s,

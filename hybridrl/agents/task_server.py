@@ -5,11 +5,15 @@ A program that asks is a *taker*; outside.py is one. The routes belong to the en
 need a token of their own, sent as `Authorization: Bearer TOKEN`. It is random unless the
 environment variable HYBRIDRL_TASK_TOKEN has one.
 
+Tasks of evaluations are given first, and a taker may ask for one kind only. Tasks of training get
+no turn during an evaluation, so a taker must keep room for tasks of evaluations.
+
 Who waits for whom: `start` queues a task and returns. Handlers run in the endpoint's thread and
 wait only for tasks, at most MAX_WAIT_S; results are passed on in other threads, because they may
 call the user's code. Another thread ends late tasks. Invariant: each task is
 either waiting or taken by one taker, under an id that only this taker knows. If the taker is not
-heard of for `lease_s` seconds, or gives the task back, the episode begins again.
+heard of for `lease_s` seconds, or gives the task back, the episode begins again. A task leaves
+these states only together with its report, also if the client that reports goes away.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import hmac
 import json
 import os
 import secrets
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +39,16 @@ from aiohttp import web
 from hybridrl.agents.command import POLL_S, checked_report
 from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.http_requests import bearer_token, json_body
-from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
+from hybridrl.agents.tasks import TOKEN_VARIABLE, AgentClocks, AgentTask, Report, take_token
+from hybridrl.console import say
 from hybridrl.errors import UserError, short
 from hybridrl.rewards.outcome import WHERE
 
-TOKEN_VARIABLE, MIN_TOKEN = "HYBRIDRL_TASK_TOKEN", 16
+MIN_TOKEN = 16
 MAX_LOST = 3  # times that a task may be lost before its episode fails
 MAX_TAKEN, MAX_WAIT_S = 1024, 60.0
 WAIT_STEP_S = 0.05
+UNHEARD_S = 60.0  # time without a taker, while tasks wait, after which a message says so
 TAKER = "a program that takes tasks and reports their results"
 Done = Callable[[Report], None]
 
@@ -69,16 +77,24 @@ class TaskServer:
         clocks: Clocks that stand still while agents cannot get answers.
         address_file: File for the address and the token, which only this user can read. It exists
             while tasks can be fetched.
+        replicas: Number of replicas of the run, each of which has such a file.
 
     Raises:
         UserError: The token in the environment variable is too short.
     """
 
     def __init__(
-        self, *, timeout_s: float, lease_s: float, clocks: AgentClocks, address_file: Path
+        self,
+        *,
+        timeout_s: float,
+        lease_s: float,
+        clocks: AgentClocks,
+        address_file: Path,
+        replicas: int = 1,
     ) -> None:
         self._timeout_s, self._lease_s, self._address_file = timeout_s, lease_s, address_file
-        self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self._replicas = replicas
+        self._token = take_token() or secrets.token_urlsafe(32)
         if len(self._token) < MIN_TOKEN:
             raise UserError(
                 TOKEN_VARIABLE,
@@ -87,28 +103,35 @@ class TaskServer:
                 "Choose a longer token, or unset the variable.",
             )
         self._clocks, self._lock = clocks, threading.Lock()
-        self._waiting: deque[tuple[AgentTask, Done]] = deque()
+        self._waiting: deque[tuple[AgentTask, Done]] = deque()  # of training
+        self._waiting_evaluation: deque[tuple[AgentTask, Done]] = deque()
         self._taken: dict[str, _Taken] = {}
         self._num_lost = Counter[int]()  # by episode
         self._closed = threading.Event()
+        self._heard_at = time.monotonic()  # of a taker, or when no task waited
+        self._has_said = False
         threading.Thread(target=self._watch, name="tasks of agents", daemon=True).start()
 
     def publish(self, url: str) -> None:
         """Writes the address of the endpoint and the token to the file."""
         self._address_file.parent.mkdir(parents=True, exist_ok=True)
-        self._address_file.unlink(missing_ok=True)
-        file = os.open(self._address_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # Replaced at once, because a program may read the file of an earlier run meanwhile.
+        new = self._address_file.with_name(f".{self._address_file.name}")
+        new.unlink(missing_ok=True)
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "w", encoding="utf-8") as content:
-            json.dump({"url": url, "token": self._token}, content)
+            json.dump({"url": url, "token": self._token, "replicas": self._replicas}, content)
+        new.replace(self._address_file)
 
     def start(self, task: AgentTask, done: Done) -> None:
         with self._lock:
-            self._waiting.append((task, done))
+            self._waiting_of(task.is_evaluation).append((task, done))
 
     def stop(self, key: int) -> None:
         with self._lock:
-            left = [one for one in self._waiting if one[0].key != key]
-            self._waiting = deque(left)
+            self._waiting = deque(one for one in self._waiting if one[0].key != key)
+            evaluation = [one for one in self._waiting_evaluation if one[0].key != key]
+            self._waiting_evaluation = deque(evaluation)
             for number in [n for n, one in self._taken.items() if one.task.key == key]:
                 del self._taken[number]
             self._num_lost.pop(key, None)
@@ -119,6 +142,7 @@ class TaskServer:
             self._address_file.unlink(missing_ok=True)
         with self._lock:
             self._waiting.clear()
+            self._waiting_evaluation.clear()
             self._taken.clear()
 
     def routes(self) -> list[web.RouteDef]:
@@ -131,15 +155,22 @@ class TaskServer:
         ]
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Answers with up to `max` tasks, after waiting up to `wait_s` seconds for the first."""
+        """Answers with up to `max` tasks, after waiting up to `wait_s` seconds for the first. If
+        `is_evaluation` is not null, all are of evaluations, or all of training.
+        """
         body = await self._body(request)
         most = _number(body, "max", 1, MAX_TAKEN)
         until = time.monotonic() + _number(body, "wait_s", 0, MAX_WAIT_S)
-        while not (found := self._pop(int(most))):
+        kind = body.get("is_evaluation")
+        if kind is not None and not isinstance(kind, bool):
+            raise BadRequest(
+                f"is_evaluation: got {short(kind)}; allowed: true, false or null.", "is_evaluation"
+            )
+        while not (found := self._pop(int(most), kind)):
             if time.monotonic() >= until or self._closed.is_set():
                 break
             await asyncio.sleep(WAIT_STEP_S)
-        return web.json_response({"tasks": found})
+        return web.json_response({"tasks": found}, dumps=partial(json.dumps, default=str))
 
     async def _alive(self, request: web.Request) -> web.Response:
         """Notes that a taker works on the tasks `ids`. Answers with those of them that it must
@@ -157,20 +188,28 @@ class TaskServer:
     async def _report(self, request: web.Request) -> web.Response:
         """Ends a task with a `reward`, which may be null, or an `error`."""
         body = await self._body(request)
-        error, taken = body.get("error"), self._end(request)
-        if error is None:
+        if (error := body.get("error")) is None:
             report = checked_report(body.get("reward"))
         else:
             report = Report(failure=(f"reported the error {short(error)} for {WHERE}", TAKER))
-        await asyncio.to_thread(self._finish, taken, report)
+        await self._passed_on(self._end(request), report)
         return web.json_response({})
 
     async def _give_back(self, request: web.Request) -> web.Response:
-        """Gives a task to the next taker."""
+        """Gives a task to the next taker. Counts as a loss, so that an episode that no program
+        plays fails at last.
+        """
         await self._body(request)
         taken = self._end(request)
-        await asyncio.to_thread(taken.done, Report(begins_again=True))
+        with self._lock:
+            report = self._lost(taken.task)
+        await self._passed_on(taken, report)
         return web.json_response({})
+
+    async def _passed_on(self, taken: _Taken, report: Report) -> None:
+        """Passes a report on in another thread, also if the client goes away meanwhile."""
+        loop = asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(None, self._finish, taken, report))
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         """Returns the body of a request that has the token."""
@@ -180,11 +219,19 @@ class TaskServer:
             raise BadRequest(message, code="invalid_api_key", status=401)
         return (await json_body(request))[0]
 
-    def _pop(self, most: int) -> list[dict[str, Any]]:
+    def _waiting_of(self, is_evaluation: bool) -> deque[tuple[AgentTask, Done]]:
+        return self._waiting_evaluation if is_evaluation else self._waiting
+
+    def _pop(self, most: int, kind: bool | None) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
+        order = [True, False] if kind is None else [kind]
         with self._lock:
-            while self._waiting and len(found) < most:
-                task, done = self._waiting.popleft()
+            self._heard_at, self._has_said = time.monotonic(), False
+            while len(found) < most:
+                waiting = next((one for one in map(self._waiting_of, order) if one), None)
+                if waiting is None:
+                    break
+                task, done = waiting.popleft()
                 number = secrets.token_urlsafe(16)
                 deadline = self._clocks.of(task.is_evaluation).now() + self._timeout_s
                 self._taken[number] = _Taken(task, done, deadline, time.monotonic())
@@ -210,18 +257,41 @@ class TaskServer:
         return taken
 
     def _finish(self, taken: _Taken, report: Report) -> None:
-        with self._lock:
-            self._num_lost.pop(taken.task.key, None)
+        if not report.begins_again:
+            with self._lock:
+                self._num_lost.pop(taken.task.key, None)
         taken.done(report)
+
+    def _lost(self, task: AgentTask) -> Report:
+        """Returns the report for a task without its program. Called with the lock held."""
+        self._num_lost[task.key] += 1
+        if self._num_lost[task.key] < MAX_LOST:
+            return Report(begins_again=True)
+        got = f"was lost with its program, or given back, {MAX_LOST} times for {WHERE}"
+        return Report(failure=(got, TAKER))
 
     def _watch(self) -> None:
         """Ends tasks that are late, and gives back tasks whose taker is not heard of."""
         while not self._closed.wait(POLL_S):
             for taken, report in self._overdue():
-                if report.begins_again:
-                    taken.done(report)
-                else:
-                    self._finish(taken, report)
+                self._finish(taken, report)
+            self._say_unheard()
+
+    def _say_unheard(self) -> None:
+        """Says once that tasks wait and no program has asked for any for UNHEARD_S."""
+        now = time.monotonic()
+        with self._lock:
+            num = len(self._waiting) + len(self._waiting_evaluation)
+            if not num or self._taken:  # a program that has tasks may have no room
+                self._heard_at = now
+            if self._has_said or now < self._heard_at + UNHEARD_S:
+                return
+            self._has_said = True
+        say(
+            f"{num} tasks of agents wait, and no program has asked for tasks for {UNHEARD_S:g} s; "
+            f"the address is in {self._address_file}",
+            sys.stderr,
+        )
 
     def _overdue(self) -> list[tuple[_Taken, Report]]:
         found = []
@@ -232,14 +302,11 @@ class TaskServer:
                 if not is_late and not is_lost:
                     continue
                 del self._taken[number]
-                self._num_lost[one.task.key] += not is_late
-                report = Report(begins_again=True)
                 if is_late:
                     got = f"took longer than {self._timeout_s:g} s for {WHERE}"
                     report = Report(failure=(got, "at most agent.timeout_s"))
-                elif self._num_lost[one.task.key] >= MAX_LOST:
-                    got = f"was lost with its program {MAX_LOST} times for {WHERE}"
-                    report = Report(failure=(got, TAKER))
+                else:
+                    report = self._lost(one.task)
                 found.append((one, report))
         return found
 

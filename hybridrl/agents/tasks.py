@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # worker processes may lack numpy, which this module imports
     from hybridrl.contracts.prompts import Asked
+
+TOKEN_VARIABLE = "HYBRIDRL_TASK_TOKEN"
+
+
+def take_token() -> str | None:
+    """Removes the token for the tasks of `agent.server` from the environment, so that the user's
+    code and its programs do not inherit it. Returns it; None if there is none.
+    """
+    return os.environ.pop(TOKEN_VARIABLE, None) or None
 
 
 @dataclass(frozen=True)

@@ -350,6 +350,8 @@ class AgentEpisodes:
         over = {key for key, _ in responses} | {one.key for one in self._last_turns.values()}
         held, self._held = [*self._held, *arrivals.requests], []
         for turn in held:
+            if turn.request_id in arrivals.aborted:  # its program went away during an evaluation
+                continue
             episode = self._open.get(turn.sample_key)
             if episode is None or episode.key in over:
                 host.abort(turn.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ipaddress
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,14 @@ from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.host import AgentHost
 from hybridrl.agents.samples import Budgets
 from hybridrl.agents.sessions import Sessions
-from hybridrl.agents.tasks import AgentClocks, Runner
+from hybridrl.agents.tasks import AgentClocks, Runner, take_token
 from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, UserError
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.replica import ReplicaGroup
@@ -59,11 +60,11 @@ def make_agent_episodes(
     """
     with world.all_agree("starting the endpoint for agents") as agreement:
         host = None
+        check_hosts(config.agent, world.num_hosts)
         if replica.is_first:
-            assert replica.number is not None
-            host, agreement.value = _host(
-                config, world.rank, replica.number, tokenizer, ends, vocab_size
-            )
+            host, agreement.value = _host(config, world.rank, replica, tokenizer, ends, vocab_size)
+        elif config.agent.server:
+            take_token()
     for note in next((notes for notes in agreement.values if notes), ()):
         notify(f"agents: {note}")
     # With a lag, other replicas wait for this one every few engine steps.
@@ -71,15 +72,39 @@ def make_agent_episodes(
     return AgentEpisodes(replica, host, config.run.seed, waits_s, needs_report)
 
 
+def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
+    """Checks that programs outside of the run can reach the replicas on all hosts.
+
+    Raises:
+        UserError: They fetch tasks, and the endpoints of several hosts listen on loopback.
+    """
+    if not agent.server or num_hosts == 1:
+        return
+    name = agent.host.strip("[]")
+    try:
+        is_loopback = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_loopback = name == "localhost"
+    if is_loopback:
+        raise UserError(
+            "agent.host",
+            agent.host,
+            f"with agent.server on {num_hosts} hosts, an address that other hosts can reach",
+            "Set agent.host=0.0.0.0, and restrict agent.port to trusted hosts.",
+        )
+
+
 def _host(
     config: Config,
     rank: int,
-    replica: int,
+    group: ReplicaGroup,
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
 ) -> tuple[AgentHost, list[str]]:
     """Returns the host of this rank's replica, and notes on the chat template."""
+    replica = group.number
+    assert replica is not None
     agent, rollout, logs = config.agent, config.rollout, run_folder(config) / "logs"
     if found := check_agent(agent):
         raise ConfigError(found)
@@ -111,6 +136,7 @@ def _host(
             lease_s=agent.lease_s,
             clocks=clocks,
             address_file=run_folder(config) / "agents" / f"replica_{replica}.json",
+            replicas=group.num_replicas,
         )
     endpoint = Endpoint(
         sessions,

@@ -30,6 +30,7 @@ class ReplicaGroup:
 
     Attributes:
         number: Number of the replica; None if this rank has no engine.
+        num_replicas: Number of all replicas.
         is_first: Whether this rank is the first of its replica.
     """
 
@@ -37,6 +38,7 @@ class ReplicaGroup:
         self._heartbeat = heartbeat
         place = layout.assignment[rank]
         self.number = None if place is None else place[0]
+        self.num_replicas = layout.replicas
         self.is_first = place is not None and place[1] == 0
         self._group: dist.ProcessGroup | None = None
         if layout.tp == 1:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from agent_templates import tokenizer_of
 from test_agent_runners import run_all, task_of
 
 from hybridrl.agents.command import EpisodeLogs
+from hybridrl.agents.connectors import write_rows
 from hybridrl.agents.functions import FunctionRunner
 from hybridrl.agents.tasks import AgentClocks, AgentTask, Report
+from hybridrl.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "connectors"
 
@@ -117,3 +121,34 @@ def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str, tas
     assert report == Report(0.0), report
     (row,) = result.rows
     assert row.num_turns == 1 and bool(row.messages) == (client == "chat")
+
+
+def test_rows_are_written_without_showing_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows_module.py").write_text(
+        "import sys\n"
+        "def rows(secret, num):\n"
+        "    assert secret not in open('/proc/self/cmdline').read()\n"
+        "    if num < 0:\n"
+        "        raise ValueError('num is negative')\n"
+        "    for row in range(num):\n"
+        "        print('noise')\n"
+        "        yield {'prompt': str(row)}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(num: int, python: str = sys.executable) -> int:
+        options = {"secret": "hidden-value", "num": num}
+        agent = SimpleNamespace(function="rows_module:play", python=python, options=options)
+        config = SimpleNamespace(agent=agent)
+        monkeypatch.setattr(write_rows, "load_config", lambda file, changes: config)
+        return write_rows.main("run.yaml", str(tmp_path / "data" / "rows.jsonl"), 2)
+
+    assert write(3) == 2
+    assert (tmp_path / "data" / "rows.jsonl").read_text().count("prompt") == 2
+    with pytest.raises(UserError, match="num is negative") as error:
+        write(-1)
+    assert "hidden-value" not in str(error.value)
+    with pytest.raises(UserError, match=r"agent\.python"):
+        write(1, str(tmp_path / "no_python"))

@@ -19,7 +19,7 @@ from hybridrl.errors import UserError
 
 PROGRAM = """
 import importlib, itertools, json, sys
-module, options, most = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+module, options, most = json.load(sys.stdin)
 found = importlib.import_module(module).rows(**options)
 out, sys.stdout = sys.stdout, sys.stderr  # what the environment prints is not a row
 for row in itertools.islice(found, most):
@@ -31,7 +31,8 @@ def main(config_file: str, out: str, max_rows: int | None = None) -> int:
     """Writes the file and returns the number of rows.
 
     Raises:
-        UserError: The configuration names no function, or its module could not list its rows.
+        UserError: The configuration names no function, its interpreter could not be started, or its
+            module could not list its rows.
     """
     agent = load_config(config_file, []).agent
     if agent.function is None:
@@ -39,15 +40,22 @@ def main(config_file: str, out: str, max_rows: int | None = None) -> int:
         raise UserError("agent.function", None, allowed, "Set agent.function.")
     module = agent.function.partition(":")[0]
     environment = OwnEnvironment(agent.python or sys.executable)
+    # Other processes can see arguments, and options may contain secrets.
+    given = json.dumps([module, agent.options, max_rows])
     try:
-        done = environment.run(
-            ["-c", PROGRAM, module, json.dumps(agent.options), json.dumps(max_rows)]
-        )
+        done = environment.run(["-c", PROGRAM], text=given)
+    except OSError as error:
+        got = f"{environment.python}, which could not be started ({error.strerror})"
+        raise UserError(
+            "agent.python", got, "a Python interpreter", "Correct agent.python."
+        ) from None
     finally:
         environment.close()
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise UserError("agent.options", agent.options, f"options of {module}:rows", lines[-1])
+        got = f"a value for which {module}:rows failed"
+        raise UserError("agent.options", got, f"options of {module}:rows", lines[-1])
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(done.stdout, encoding="utf-8")
     return done.stdout.count("\n")
 
