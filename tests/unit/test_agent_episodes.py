@@ -221,3 +221,16 @@ def test_an_evaluation_waits_while_turns_of_training_are_kept(
     replica.first.advance((), True)
     assert len(waits) == 1, "the kept turn is requested at once"
     replica.host.close()
+
+
+def test_a_kept_turn_is_not_requested_if_its_program_went_away(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start()
+    replica.start(is_evaluation=True)
+    number = replica.request(key=0)  # of training
+    assert replica.advance() == ([], [], [])
+    replica.host._queue.abort(number)
+    for rank in (replica.first, replica.second):
+        rank.start_round(False, [0])
+    assert replica.advance() == ([], [], [])
+    replica.host.close()

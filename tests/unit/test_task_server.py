@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -187,26 +188,40 @@ async def played(task: Any, factor: float = 1.0) -> float | None:
     return factor * task.sample
 
 
+def program_outside(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    tests = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))
+    return subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.agents.outside", str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def test_a_program_outside_plays_tasks_until_the_run_ends(tmp_path: Path) -> None:
     with a_run(tmp_path) as run:
         for key in (0, 1, 3):
             run.start(key)
-        tests = Path(__file__).parent
-        paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))
-        program = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "hybridrl.agents.outside", str(tmp_path)),
-                *("own_agents:rewarded", "--options", '{"reward": 0.25}'),
-            ],
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        options = ("--options", '{"reward": 0.25}')
+        program = program_outside(tmp_path, "own_agents:rewarded", *options)
         wait_for(lambda: len(run.reports) == 3)
         assert run.reports == {key: Report(key + 0.25) for key in (0, 1, 3)}
     out, _ = program.communicate(timeout=60)
     assert "3 tasks" in out and program.returncode == 0
+
+
+def test_a_program_outside_that_is_ended_gives_its_tasks_back(tmp_path: Path) -> None:
+    with a_run(tmp_path) as run:
+        run.start(0)
+        program = program_outside(tmp_path, "own_agents:sleeping")
+        wait_for(lambda: bool(run.tasks._taken))
+        time.sleep(0.5)
+        program.terminate()
+        wait_for(lambda: 0 in run.reports)
+        assert run.reports[0] == Report(begins_again=True)
+    assert program.wait(30) == 128 + signal.SIGTERM
 
 
 def test_a_program_outside_reports_errors_and_stops_tasks_that_are_not_needed(
