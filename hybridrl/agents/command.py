@@ -47,7 +47,8 @@ class Sandbox(Protocol):
 
 class Bubblewrap:
     """Runs a program with bubblewrap: other files are read-only, and other processes are hidden.
-    The program shares the network, because it must reach the endpoint.
+    The program has no capabilities, with which root could make files writable again. It shares the
+    network, because it must reach the endpoint.
 
     Raises:
         UserError: The program bwrap is not installed.
@@ -66,6 +67,7 @@ class Bubblewrap:
         own = str(folder)
         return [
             *("bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
+            *("--cap-drop", "ALL"),
             *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", own, own, "--"),
             *command,
         ]

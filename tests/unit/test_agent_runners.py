@@ -471,6 +471,7 @@ def test_a_program_in_a_sandbox_writes_only_to_its_folder(tmp_path):
     command = (
         f"touch own.txt; touch {tmp_path}/other && exit 3; touch /usr/other && exit 4; "
         "[ $(ls /proc | grep -c '^[0-9]') -gt 6 ] && exit 5; "
+        "mount -o remount,rw,bind / && exit 6; "
         "echo '{\"reward\": 2.0}' > $HYBRIDRL_RESULT"
     )
     runner = command_runner(tmp_path, command, sandbox=Bubblewrap())

@@ -46,6 +46,12 @@ def test_commands_see_only_their_own_files_and_end_with_their_processes(tmp_path
                 "ls /root/.ssh /work /home/*",
                 "touch /usr/x",
                 "touch /etc/x",
+                "mount -o remount,rw,bind /usr",
+                "mount -t tmpfs none /usr",
+                "unshare --user --map-root-user true",
+                f"ls {Path(__file__).parent}",
+                "ls -d /opt || ls -d /var || ls -d /run || ls -d /data || ls -d /srv",
+                "cat /etc/shadow || ls /etc/ssl/private",
                 "cat < /dev/tcp/127.0.0.1/1",
                 "[ $(ls /proc | grep -c '^[0-9]') -gt 5 ]",
                 "env | grep -i token",
@@ -77,6 +83,42 @@ def test_commands_see_only_their_own_files_and_end_with_their_processes(tmp_path
             root = place._root
             await place.close()
         assert not root.exists()
+
+    asyncio.run(check())
+
+
+@needs_bwrap
+def test_commands_cannot_keep_anything_in_folders_that_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+
+    async def check() -> None:
+        place = Bubbles("/home/me/app", ["/logs"])
+        try:
+            for command in (
+                "mkdir -p /logs/v/reward.txt && echo 9 > /logs/v/x && chmod 555 /logs/v /logs",
+                "mkdir -p ~/.local ~/$(printf 'd/%.0s' {1..1500}) && touch ~/.bashrc /tmp/x",
+                "echo kept > kept && chmod 0 /home/me/app /home/me ~/.local /tmp",
+            ):
+                ended = await place.run(["bash", "-c", command], 10)
+                assert ended.code == 0, ended.output
+            await place.clear(["/logs/v"])
+            seen = "find /logs /home /tmp; cat kept; touch /logs/v/x"
+            ended = await place.run(["bash", "-c", seen], 10)
+            names = "/logs /logs/v /home /home/me /home/me/app"
+            assert ended.output.split() == [*names.split(), "/home/me/app/kept", "/tmp", "kept"]
+            gone = "cd /; rm -rf /home/me /logs/v; ln -s /usr /home/me; ln -s v /logs/v"
+            await place.run(["bash", "-c", gone], 10)
+            assert await place.get("/logs/v") is None  # a link to itself
+            await place.clear(["/logs/v"])
+            ended = await place.run(["find", "/home", "/logs"], 10)
+            assert ended.output.split() == ["/home", "/home/me", "/home/me/app", "/logs", "/logs/v"]
+            await place.run(["mkdir", "-p", "/logs/v/file/deep"], 10)
+            assert await place.get("/logs/v/file") is None
+            await place.put(tmp_path / "file", "/logs/v/file")
+            assert await place.get("/logs/v/file") == b"content"
+        finally:
+            await place.close()
+        assert not place._root.exists()
 
     asyncio.run(check())
 
