@@ -146,13 +146,18 @@ def task_folder(folder: Path, dockerfile: str = "FROM ubuntu\nWORKDIR /app\nCOPY
 class Scripted:
     """A client of a model that calls the shell with the given commands, then answers."""
 
-    def __init__(self, *commands: Any) -> None:
+    def __init__(self, *commands: Any, limit: str | None = None) -> None:
+        self.limit = limit
         self.commands, self.seen = list(commands), list[str]()
         self.chat = SimpleNamespace(completions=self)
 
     async def create(self, *, messages: list[Any], **_: Any) -> Any:
         self.seen.append(messages[-1]["content"])
         calls = None
+        if not self.commands and self.limit:
+            error = ValueError("refused")
+            error.code = self.limit  # type: ignore[attr-defined]
+            raise error
         if self.commands:
             function = SimpleNamespace(name="shell", arguments=self.commands.pop(0))
             calls = [SimpleNamespace(id="call", function=function)]
@@ -189,6 +194,10 @@ def test_the_tests_of_a_task_give_the_reward(tmp_path: Path) -> None:
         "ln -s /dev/null /tests/test.sh; echo 'echo 9 > /logs/verifier/reward.json' > /tests/y"
     )
     assert played(folder, Scripted(shell(forged), shell(planted))) == 0.25
+    stale = "cd /logs; mkdir -p verifier; echo 9 > verifier/reward.txt; chmod 555 verifier . /tests"
+    hostile = "mkdir -p /logs/verifier/reward.txt/x; chmod 0 /app /home /tmp; ln -s . ~/.local"
+    assert played(folder, Scripted(shell(stale))) == 0.25
+    assert played(folder, Scripted(shell(stale), shell(hostile))) == 0.25
     slow = Scripted(shell("echo a; sleep 20"))
     played(folder, slow, command_timeout_s=0.5)
     assert slow.seen[1] == "a\n\n[took longer than 0.5 s]"
@@ -209,6 +218,60 @@ def test_files_are_copied_as_the_dockerfile_says(tmp_path: Path) -> None:
     client = Scripted(shell("pwd; echo $A $B; cat in/numbers.txt sub/deep.txt"))
     played(folder, client)
     assert client.seen[1] == "/data\n1 2 3\n1\n2\n3\ndeep\n[exit 0]"
+
+
+@needs_bwrap
+def test_calls_that_cannot_be_run_and_limits_leave_a_reward(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "task")
+    wrong = [shell(text) for text in ("echo \0", "\ud800", "x" * (1 << 18))]
+    client = Scripted(*wrong, "[" * 100_000, shell("echo ok"))
+    assert played(folder, client) == 0.25
+    assert all(text.startswith("The command cannot be run: ") for text in client.seen[1:4])
+    assert "Call the tool shell" in client.seen[4] and client.seen[5] == "ok\n\n[exit 0]"
+    right = shell("echo 6 > sum.txt")
+    assert played(folder, Scripted(right, limit="context_length_exceeded")) == 1.0
+    with pytest.raises(ValueError, match="refused"):
+        played(folder, Scripted(right, limit="other"))
+    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 1.0\n")
+    slow = Scripted(right, shell("sleep 20"), shell("echo 5 > sum.txt"))
+    assert played(folder, slow) == 1.0 and len(slow.commands) == 1
+
+
+@needs_bwrap
+def test_dockerfiles_are_followed_as_docker_does(tmp_path: Path) -> None:
+    text = (
+        "FROM x\n# don't fail\nENV A=/x:$PATH \\\n  # another's comment\n  B=${HOME}/b\n"
+        'WORKDIR /data\nCOPY numbers.txt /data/in/one\nCOPY /numbers.txt /data\nCMD ["it\'s"]\n'
+    )
+    folder = task_folder(tmp_path / "task", text)
+    client = Scripted(shell("echo $A $B; find . -type f; cat in/one"))
+    played(folder, client)
+    seen = "/x:/usr/local/bin:/usr/bin:/bin /home/b\n./in/one\n./numbers.txt\n1\n2\n3\n"
+    assert sorted(client.seen[1].split()) == sorted([*seen.split(), "[exit", "0]"])
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("COPY /etc/hostname /app/", "a file or folder of"),
+        ("COPY ../../other /app/", "a file or folder of"),
+        ("COPY link /app/", "a file or folder of"),
+        ("COPY deep/secret /app/", "a file or folder of"),
+        ("COPY *.txt /app/", "a file or folder of"),
+        ("ENV A=$OTHER", r"'\$OTHER' is not \$NAME"),
+        ("ENV A='$PATH'", r"'\$PATH' is not \$NAME"),
+        ("ENV A=${PATH:-x}", r"'\$' is not \$NAME"),
+        ("ENV A='x", "No closing quotation"),
+    ],
+)
+def test_wrong_lines_of_a_dockerfile_are_named(tmp_path: Path, line: str, allowed: str) -> None:
+    folder = task_folder(tmp_path / "task", f"FROM x\n{line}\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "secret").write_text("secret")
+    (folder / "environment" / "link").symlink_to(tmp_path / "other" / "secret")
+    (folder / "environment" / "deep").symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"Dockerfile: got .*{allowed}"):
+        played(folder, Scripted())
 
 
 def test_tasks_that_need_an_image_or_lack_files_are_refused(tmp_path: Path) -> None:

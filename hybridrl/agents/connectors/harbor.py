@@ -9,19 +9,22 @@ agent runs outside of the sandbox. Needs only the standard library and openai.
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hybridrl.agents.task_sandbox import Bubbles, TaskSandbox
+from hybridrl.agents.connectors.limits import until_a_limit
+from hybridrl.agents.task_sandbox import USUAL_ENV, Bubbles, TaskSandbox
 from hybridrl.agents.tasks import AgentTask
 from hybridrl.config.own_code import imported
 
 WORKDIR, TESTS, LOGS = "/app", "/tests", "/logs"
-TIMEOUT_S = 600.0  # of agent and tests if task.toml says nothing
+TIMEOUT_S = 600.0  # of all commands of the agent, and of the tests, if task.toml says nothing
 MAX_SEEN = 10_000  # characters of a command's output that the model sees
 SHELL = {
     "type": "function",
@@ -71,7 +74,9 @@ class TaskFolder:
         return TaskFolder(folder, text, settings)
 
     def timeout_s(self, section: str) -> float:
-        """Returns the time limit of the section `agent` or `verifier`, in seconds."""
+        """Returns the time limit of the section `agent` or `verifier`, in seconds. The model's
+        turns do not count, because their time depends on the run.
+        """
         return float(self.settings.get(section, {}).get("timeout_sec", TIMEOUT_S))
 
 
@@ -103,7 +108,8 @@ async def play(
     opened: Callable[..., Awaitable[TaskSandbox]] = imported(sandbox) if sandbox else local_sandbox
     place = await opened(one, **(sandbox_options or {}))
     try:
-        await _solve(task, one, place, max_turns, max_tokens, command_timeout_s)
+        with until_a_limit():
+            await _solve(task, one, place, max_turns, max_tokens, command_timeout_s)
         return await _verified(one, place)
     finally:
         await place.close()
@@ -125,32 +131,95 @@ async def local_sandbox(task: TaskFolder, network: bool = False) -> TaskSandbox:
     Raises:
         ValueError: The task needs an image that must be built.
     """
-    workdir, env, copies = WORKDIR, dict[str, str](), list[tuple[str, str]]()
-    dockerfile = task.folder / "environment" / "Dockerfile"
-    text = dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""
-    for line in text.replace("\\\n", " ").splitlines():
-        name, _, rest = line.strip().partition(" ")
-        words = shlex.split(rest, comments=True)
-        if not name or name.startswith("#") or name.upper() in IGNORED:
-            continue
-        if name.upper() == "WORKDIR" and len(words) == 1:
-            workdir = words[0]
-        elif name.upper() == "ENV" and all("=" in word for word in words):
-            env |= dict(word.split("=", 1) for word in words)
-        elif name.upper() == "COPY" and len(words) == 2 and not words[0].startswith("-"):
-            copies.append((words[0], words[1]))
-        else:
-            raise ValueError(
-                f"{dockerfile}: got {line.strip()!r}; allowed: {', '.join(FOLLOWED)} without "
-                "options, because no image is built. Set the option sandbox."
-            )
-    place = Bubbles(workdir, (TESTS, LOGS, *(_target(t, workdir) for _, t in copies)), env, network)
-    for source, target in copies:
-        file, path = dockerfile.parent / source, _target(target, workdir)
-        if not file.is_dir() and target.endswith(("/", ".")):
-            path += f"/{file.name}"
-        await place.put(file, path)
+    plan = _Plan.read(task.folder)
+    folders = (TESTS, LOGS, *(folder for _, folder, _ in plan.copies))
+    place = Bubbles(plan.workdir, folders, plan.env, network)
+    for source, folder, name in plan.copies:
+        await place.put(source, f"{folder}/{name}" if name else folder)
     return place
+
+
+@dataclass
+class _Plan:
+    """What a sandbox without images takes from a Dockerfile.
+
+    Args:
+        dockerfile: The file.
+        workdir: Working folder.
+        env: Environment variables.
+        copies: For each copy, the file or folder of this host, the folder of the sandbox, and the
+            name of the file there; for a folder an empty name.
+    """
+
+    dockerfile: Path
+    workdir: str = WORKDIR
+    env: dict[str, str] = field(default_factory=dict)
+    copies: list[tuple[Path, str, str]] = field(default_factory=list)
+
+    @staticmethod
+    def read(task: Path) -> _Plan:
+        """Reads the Dockerfile of a task.
+
+        Raises:
+            ValueError: A line needs an image that must be built.
+        """
+        plan = _Plan(task / "environment" / "Dockerfile")
+        is_there = plan.dockerfile.is_file()
+        text = plan.dockerfile.read_text(encoding="utf-8") if is_there else ""
+        lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+        for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+            name, _, rest = line.strip().partition(" ")
+            if name and name.upper() not in IGNORED:
+                plan._follow(name.upper(), rest, line.strip())
+        return plan
+
+    def _follow(self, name: str, rest: str, line: str) -> None:
+        allowed = f"{', '.join(FOLLOWED)} without options, because no image is built"
+        allowed += ". Set the option sandbox."
+        if name not in FOLLOWED:
+            raise self._refused(line, allowed)
+        try:
+            words = [self._expanded(word, rest) for word in shlex.split(rest)]
+        except ValueError as error:
+            raise self._refused(line, f"{allowed[:-1]}: {error}") from error
+        if name == "WORKDIR" and len(words) == 1:
+            self.workdir = words[0]
+        elif name == "ENV" and all("=" in word for word in words):
+            self.env |= dict(word.split("=", 1) for word in words)
+        elif name == "COPY" and len(words) == 2 and not words[0].startswith("-"):
+            self._copy(words[0], words[1], line)
+        else:
+            raise self._refused(line, allowed)
+
+    def _refused(self, line: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.dockerfile}: got {line!r}; allowed: {allowed}")
+
+    def _expanded(self, word: str, rest: str) -> str:
+        """Returns a word with the values of variables of earlier lines."""
+        known = USUAL_ENV | self.env
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1] or found[2]
+            if name not in known or "'" in rest or "\\" in rest:
+                raise ValueError(f"{found[0]!r} is not $NAME or ${{NAME}} of {', '.join(known)}")
+            return known[name]
+
+        return re.sub(r"\$(?:(\w+)|\{(\w+)\}|)", value, word)
+
+    def _copy(self, source: str, target: str, line: str) -> None:
+        root = self.dockerfile.parent.parent.resolve() / self.dockerfile.parent.name
+        file = (root / source.lstrip("/")).resolve()
+        if not file.is_relative_to(root) or not file.exists():
+            raise self._refused(line, f"a file or folder of {self.dockerfile.parent}")
+        path = target if target.startswith("/") else f"{self.workdir}/{target.removeprefix('./')}"
+        folder = path.rstrip("/").removesuffix("/.") or "/"
+        name = ""
+        known = {self.workdir, *(one for _, one, _ in self.copies)}
+        if file.is_file():
+            into = target.endswith(("/", "/.")) or target == "." or folder in known
+            name = PurePosixPath(source).name if into else PurePosixPath(folder).name
+            folder = folder if into else str(PurePosixPath(folder).parent)
+        self.copies.append((file, folder, name))
 
 
 async def _solve(
@@ -161,42 +230,49 @@ async def _solve(
     max_tokens: int | None,
     command_timeout_s: float,
 ) -> None:
-    """Lets the model run commands until a turn has no call."""
+    """Lets the model run commands until a turn has no call, or the time for commands is over."""
     client, limit = task.client(), {} if max_tokens is None else {"max_tokens": max_tokens}
     messages: list[Any] = [{"role": "user", "content": folder.instruction}]
+    left_s = folder.timeout_s("agent")
     for _ in range(max_turns):
         reply = await client.chat.completions.create(
             model=task.model, messages=messages, tools=[SHELL], **limit
         )
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            began = time.monotonic()
+            text = await _called(place, call.function, min(command_timeout_s, left_s))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            left_s -= time.monotonic() - began
+            if left_s <= 0:
+                return
         if not message.tool_calls:
             return
-        for call in message.tool_calls:
-            text = await _called(place, call.function, command_timeout_s)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
 
 async def _called(place: TaskSandbox, function: Any, timeout_s: float) -> str:
     """Returns the output of a call, or what is wrong with the call."""
     try:
         command = json.loads(function.arguments)["command"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         command = None
     if function.name != "shell" or not isinstance(command, str):
         return 'Call the tool shell with a JSON object such as {"command": "ls"}.'
-    ended = await place.run(["bash", "-c", command], timeout_s)
+    try:
+        ended = await place.run(["bash", "-c", command], timeout_s)
+    except (OSError, ValueError) as error:  # too long, or has characters that no command has
+        return f"The command cannot be run: {error}"
     code = f"took longer than {timeout_s:g} s" if ended.code is None else f"exit {ended.code}"
     return f"{ended.output[-MAX_SEEN:]}\n[{code}]"
 
 
 async def _verified(folder: TaskFolder, place: TaskSandbox) -> float:
     """Runs the tests and returns their reward."""
-    # Nothing that the agent left may take part in the tests.
-    await place.run(["find", TESTS, "-mindepth", "1", "-delete"], TIMEOUT_S)
+    # Nothing that the agent left outside of its working folder may take part in the tests.
+    await place.clear([TESTS, f"{LOGS}/verifier"])
     await place.put(folder.folder / "tests", TESTS)
-    script = f"mkdir -p {LOGS}/verifier && rm -f {LOGS}/verifier/reward.* && bash {TESTS}/test.sh"
-    ended = await place.run(["bash", "-c", script], folder.timeout_s("verifier"))
+    ended = await place.run(["bash", f"{TESTS}/test.sh"], folder.timeout_s("verifier"))
     text = await place.get(f"{LOGS}/verifier/reward.txt")
     found = await place.get(f"{LOGS}/verifier/reward.json")
     try:
@@ -208,9 +284,3 @@ async def _verified(folder: TaskFolder, place: TaskSandbox) -> float:
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder.folder}: the tests wrote a wrong reward: {error}") from error
     raise ValueError(f"{folder.folder}: the tests wrote no reward; output: {ended.output[-500:]}")
-
-
-def _target(target: str, workdir: str) -> str:
-    """Returns the folder of the sandbox into which files are copied."""
-    path = target if target.startswith("/") else f"{workdir}/{target.removeprefix('./')}"
-    return path.rstrip("/").removesuffix("/.") or "/"
