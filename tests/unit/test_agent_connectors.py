@@ -4,6 +4,8 @@ scripted.
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import socket
 import subprocess
@@ -68,6 +70,47 @@ def playing(folder: Path, name: str, **options: Any) -> Iterator[Any]:
 
         yield play
     runner.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "action"),
+    [
+        ("5", "string", {"answer": "5"}),
+        ("5", "integer", {"answer": 5}),
+        ('"5"', "string", {"answer": "5"}),
+        ("```\nhello\n```", "string", {"answer": "hello"}),
+        ('{"answer": 5}', "string", {"answer": 5}),
+        ("[" * 100_000, "string", {"answer": "[" * 100_000}),
+    ],
+)
+def test_turns_become_actions(
+    monkeypatch: pytest.MonkeyPatch, text: str, form: str, action: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "openenv.core", SimpleNamespace(GenericEnvClient=None))
+    openenv = importlib.import_module("hybridrl.agents.connectors.openenv")
+    monkeypatch.delitem(sys.modules, "hybridrl.agents.connectors.openenv")
+    schema = {"properties": {"answer": {"type": form}}, "required": ["answer"]}
+    assert openenv.action_of(text, schema) == action
+    assert openenv.action_of("x", {"required": ["answer", "other"]}) is None
+
+
+def test_failed_calls_of_tools_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SimpleNamespace(Client=None, StdioServerParameters=None)
+    monkeypatch.setitem(sys.modules, "mcp", names)
+    mcp = importlib.import_module("hybridrl.agents.connectors.mcp")
+    monkeypatch.delitem(sys.modules, "hybridrl.agents.connectors.mcp")
+
+    async def call_tool(name: str, given: Any) -> Any:
+        raise RuntimeError("wrong arguments")
+
+    tools = mcp.Tools({"add": SimpleNamespace(call_tool=call_tool)}, [])
+    answers = {
+        "{}": "The tool failed: wrong arguments",
+        "[" * 100_000: "not valid JSON",
+        "[]": "must",
+    }
+    for given, answer in answers.items():
+        assert answer in asyncio.run(tools.call("add", given))
 
 
 def test_mcp_tools_are_called_until_the_model_answers(tmp_path: Path) -> None:

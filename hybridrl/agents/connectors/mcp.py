@@ -14,6 +14,7 @@ from typing import Any
 
 from mcp import Client, StdioServerParameters
 
+from hybridrl.agents.connectors.limits import until_a_limit
 from hybridrl.agents.tasks import AgentTask
 
 SERVER = 'with "command" and optionally "args", "env" and "cwd", or with "url"'
@@ -41,11 +42,14 @@ class Tools:
             return f"There is no tool {name!r}. Tools: {', '.join(self._clients)}."
         try:
             given = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"The arguments are not valid JSON: {error}"
         if not isinstance(given, dict):
             return "The arguments must be a JSON object."
-        found = await self._clients[name].call_tool(name, given)
+        try:
+            found = await self._clients[name].call_tool(name, given)
+        except Exception as error:
+            return f"The tool failed: {error}"
         texts = [getattr(part, "text", f"[{part.type}]") for part in found.content]
         return "\n".join(texts)
 
@@ -106,9 +110,13 @@ async def play(
     client = task.client()
     async with open_tools(servers) as tools:
         for _ in range(max_turns):
-            reply = await client.chat.completions.create(
-                model=task.model, messages=messages, tools=tools.specs, **limit
-            )
+            reply = None
+            with until_a_limit():
+                reply = await client.chat.completions.create(
+                    model=task.model, messages=messages, tools=tools.specs, **limit
+                )
+            if reply is None:
+                break
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:

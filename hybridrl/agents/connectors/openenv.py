@@ -15,6 +15,7 @@ from typing import Any
 
 from openenv.core import GenericEnvClient
 
+from hybridrl.agents.connectors.limits import until_a_limit
 from hybridrl.agents.tasks import AgentTask
 
 TIMEOUT_S = 60.0  # of one message to the server
@@ -63,9 +64,13 @@ async def play(
         for _ in range(max_turns):
             if result.done:
                 break
-            reply = await model.chat.completions.create(
-                model=task.model, messages=messages, **limit
-            )
+            reply = None
+            with until_a_limit():
+                reply = await model.chat.completions.create(
+                    model=task.model, messages=messages, **limit
+                )
+            if reply is None:
+                break
             content = reply.choices[0].message.content or ""
             messages.append({"role": "assistant", "content": content})
             if (action := action_of(content, schema)) is None:
@@ -103,12 +108,16 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
         text = text.partition("\n")[2][:-3].strip()
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text
     if isinstance(found, dict):
         return found
     required = schema.get("required", [])
-    return {required[0]: found} if len(required) == 1 else None
+    if len(required) != 1:
+        return None
+    form = schema.get("properties", {}).get(required[0], {})
+    is_text = form.get("type") == "string" and not isinstance(found, str)
+    return {required[0]: text if is_text else found}
 
 
 def _action_schema(url: str) -> dict[str, Any]:
