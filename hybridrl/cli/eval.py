@@ -128,7 +128,8 @@ def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
     """Returns the configuration in a run folder, even if the folder was moved."""
-    whole, config = Path(os.path.abspath(folder)), load_config(folder / RUN_CONFIG, overrides)
+    whole = Path(os.path.abspath(folder))
+    config = load_config(folder / RUN_CONFIG, overrides, is_saved=True)
     run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
     return config.model_copy(update={"run": run})
 

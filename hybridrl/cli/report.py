@@ -66,7 +66,7 @@ def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
     if is_cpu:
         return {}
     try:
-        config = load_config(folder / "config.yaml")
+        config = load_config(folder / "config.yaml", is_saved=True)
         report, violations = plan_report(config, world_size, host=Host(num_gpus=world_size))
         if violations:
             raise ConfigError(violations)

@@ -74,7 +74,7 @@ def saved_config(config: Config) -> Config | None:
         ConfigError: The folder's config.yaml cannot be read.
     """
     file = run_folder(config) / "config.yaml"
-    return load_config(file, like=config) if file.exists() else None
+    return load_config(file, like=config, is_saved=True) if file.exists() else None
 
 
 def pinned(config: Config, *, asks_hub: bool = True) -> Config:

@@ -27,6 +27,7 @@ from hybridrl.config.interpolation import (
     value_at,
 )
 from hybridrl.config.other_systems import SECTIONS_ELSEWHERE, counterpart
+from hybridrl.config.rules_optimizer import LEVEL_KEY, optimizer_rules
 from hybridrl.config.schema import Config, RunConfig
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
 from hybridrl.errors import MISSING, ConfigError, UnknownKeyError, UserError, error_text, short
@@ -53,7 +54,10 @@ def as_config(
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), like: Config | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    like: Config | None = None,
+    is_saved: bool = False,
 ) -> Config:
     """Reads a YAML file, applies overrides, and validates each value separately.
 
@@ -62,6 +66,7 @@ def load_config(
             one.
         like: Configuration whose values replace equal `${...}` texts at the same places. A run's
             file can then be read even if environment variables have changed.
+        is_saved: Whether a run has saved the file, so that it may have keys of earlier versions.
 
     Raises:
         ConfigError: All violations.
@@ -100,7 +105,12 @@ def load_config(
                 )
             ]
         )
-    return _validated({str(key): value for key, value in content.items()}, overrides, written)
+    values = {str(key): value for key, value in content.items()}
+    if not (is_saved and _takes_former_level(values)):
+        return _validated(values, overrides, written)
+    config = _validated(values, overrides, written)
+    is_refused = any(optimizer_rules(config, "bfloat16"))
+    return config.with_values({LEVEL_KEY: "auto"}) if is_refused else config
 
 
 def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -110,6 +120,17 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
         ConfigError: All violations.
     """
     return _validated(content, overrides, {})
+
+
+def _takes_former_level(values: dict[str, Any]) -> bool:
+    """Replaces `train.offload_optimizer: true` of an earlier version by its successor; returns
+    whether the key was there.
+    """
+    train = values.get("train")
+    if not isinstance(train, dict) or train.pop("offload_optimizer", False) is not True:
+        return False
+    train.setdefault("optimizer_memory", "host")
+    return True
 
 
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:

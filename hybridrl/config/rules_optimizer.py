@@ -84,18 +84,36 @@ def allowed_levels(config: Config) -> list[str]:
     return [one[LEVEL_KEY] for one in allowed] or ["device"]
 
 
+def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserError]:
+    """Yields the violated rule for the type of gradients if the level is 'device', or if it is
+    'auto' after nothing chose a level.
+
+    Args:
+        can_lower: Whether the run can have 'low_precision'.
+    """
+    if config.train.gradient_dtype != "bfloat16" or level_name(config.train) != "device":
+        return
+    remedy = "Set train.gradient_dtype=float32."
+    if can_lower:
+        remedy = "Set train.optimizer_memory=low_precision, or train.gradient_dtype=float32."
+    yield UserError(
+        "train.gradient_dtype",
+        "bfloat16",
+        "float32 with train.optimizer_memory=device, whose step would copy all gradients to fp32",
+        remedy,
+    )
+
+
 def optimizer_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
     """Yields violated rules for the level of the optimizer state and the type of gradients."""
     train, key = config.train, LEVEL_KEY
     level = train.optimizer_memory
-    if train.gradient_dtype == "bfloat16" and level == "device":
-        yield UserError(
-            "train.gradient_dtype",
-            "bfloat16",
-            "float32 with train.optimizer_memory=device, whose step would copy all gradients to "
-            "fp32",
-            "Set train.optimizer_memory=low_precision, or train.gradient_dtype=float32.",
-        )
+    lower = {LEVEL_KEY: "low_precision"}
+    can_lower = level_of(train).is_low_precision or not any(
+        optimizer_rules(config.with_values(lower), default_dtype)
+    )
+    if level == "device" or (level == "auto" and not can_lower):
+        yield from gradient_rules(config, can_lower)
     if not level_of(train).is_low_precision:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype

@@ -22,6 +22,7 @@ from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import trains_policy
 from hybridrl.config.rules import check, without_training
+from hybridrl.config.rules_optimizer import gradient_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
@@ -102,6 +103,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
     size = machines.num_ranks
     found = check(config, size, model_config, dtype, is_script=True, machines=machines)
     if trains:
+        found = found or list(gradient_rules(config, can_lower=True))
         found += [*on_policy_rules(config), *teacher_rules(config, model_config or {})]
     train = config.train
     if model_config is not None and not found:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from hybridrl.cli.eval import evaluated_config
+from hybridrl.config.identity import check_run_folder, run_folder, saved_config, write_config
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
-from hybridrl.config.rules_optimizer import is_written_from_copies
+from hybridrl.config.rules_optimizer import gradient_rules, is_written_from_copies, level_name
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.parallel.host_gpus import Host
@@ -131,6 +134,78 @@ def test_bf16_gradients_need_a_level_without_fp32_copies() -> None:
     config = config_of("1.5b", "train.gradient_dtype=bfloat16", "train.optimizer_memory=device")
     (error,) = check(config, 1)
     assert error.name == "train.gradient_dtype" and "low_precision" in error.remedy
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.dtype=float32",),
+        ("train.adam_beta2=0.999",),
+        ("train.release_weights_in_rollout=true",),
+    ],
+)
+def test_bf16_gradients_are_refused_where_no_level_allows_them(overrides: tuple[str, ...]) -> None:
+    config = config_of("1.5b", "train.gradient_dtype=bfloat16", *overrides)
+    (error,) = check(config, 1)
+    assert error.name == "train.gradient_dtype" and "low_precision" not in error.remedy
+    found = with_layout(config, 1, Host(), H200)
+    assert [one.name for one in check(found, 1)] == ["train.gradient_dtype"]
+
+
+def test_bf16_gradients_are_refused_if_nothing_chose_a_level() -> None:
+    config = config_of("1.5b", "train.gradient_dtype=bfloat16")
+    assert check(config, 1, default_dtype="bfloat16") == []
+    assert [one.name for one in gradient_rules(config)] == ["train.gradient_dtype"]
+    chosen = with_layout(config, 1, Host(), H200)
+    assert list(gradient_rules(chosen)) == []
+
+
+def saved_of_earlier_version(offloads: bool, config: Config) -> None:
+    """Writes the run's config.yaml as a version with `train.offload_optimizer` did."""
+    run_folder(config).mkdir()
+    write_config(config)
+    file = run_folder(config) / "config.yaml"
+    content = yaml.safe_load(file.read_text())
+    del content["train"]["optimizer_memory"]
+    content["train"]["offload_optimizer"] = offloads
+    keys = [one for one in content["layout"]["chosen_keys"] if one != "train.optimizer_memory"]
+    content["layout"]["chosen_keys"] = keys and [*keys, "train.offload_optimizer"]
+    file.write_text(yaml.safe_dump(content))
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_runs_of_earlier_versions_keep_their_layout_and_level(
+    offloads: bool, tmp_path: Path
+) -> None:
+    config = config_of("1.5b", layout="auto", run={"name": "a", "dir": str(tmp_path)})
+    chosen = with_layout(config, 4, Host(), H200)
+    other = chosen.with_values({"train.micro_batch_tokens": 1234})  # not what a search chooses
+    saved_of_earlier_version(offloads, other)
+    level = "host" if offloads else "device"
+    saved = saved_config(config)
+    assert saved is not None and level_name(saved.train) == level
+    again = with_layout(config, 4, Host(), H200)
+    assert again.train.micro_batch_tokens == 1234 and again.train.optimizer_memory == level
+    check_run_folder(config)
+    evaluated, _ = evaluated_config(tmp_path / "a", [])
+    assert level_name(evaluated.train) == level
+    with pytest.raises(ConfigError, match="train.optimizer_memory=host"):
+        evaluated_config(tmp_path / "a", ["train.offload_optimizer=true"])
+
+
+def test_a_saved_level_that_is_refused_now_is_dropped(tmp_path: Path) -> None:
+    config = config_of("1.5b", "train.adam_beta2=0.999", run={"name": "a", "dir": str(tmp_path)})
+    saved_of_earlier_version(True, config)
+    saved = saved_config(config)
+    assert saved is not None and saved.train.optimizer_memory == "auto"
+
+
+def test_a_run_that_continues_keeps_its_level(tmp_path: Path) -> None:
+    config = config_of("1.5b", run={"name": "a", "dir": str(tmp_path)})
+    assert with_layout(config, 1, Host(), H200).train.optimizer_memory == "auto"
+    run_folder(config).mkdir()
+    write_config(config.with_values({"train.optimizer_memory": "low_precision"}))
+    assert with_layout(config, 1, Host(), H200).train.optimizer_memory == "low_precision"
 
 
 def test_the_former_knob_is_named_with_its_successor_and_ignored_where_it_was_off() -> None:

@@ -16,7 +16,7 @@ from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
 from hybridrl.config.rules import check
 from hybridrl.config.rules_lora import lora_section_rules
-from hybridrl.config.rules_optimizer import LEVEL_KEY, allowed_levels
+from hybridrl.config.rules_optimizer import LEVEL_KEY, allowed_levels, level_name
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
@@ -84,6 +84,8 @@ def with_layout(
     if saved is not None and saved.layout.chosen_for == world_size:
         values = saved.model_dump()
         kept = {key: _value(values, key) for key in free if key in saved.layout.chosen_keys}
+        if LEVEL_KEY in free:  # it was not among the chosen keys of earlier versions
+            kept[LEVEL_KEY] = level_name(saved.train)
         if len(kept) == len(free):
             found = _with(config, kept, free, world_size)
             return _with_level(found, world_size, host, given)
@@ -191,7 +193,8 @@ def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile 
     `train.optimizer_memory` is 'auto'; with the smallest level if none fits.
 
     'auto' stays, and means 'device', without GPUs, if some roles have their own ranks, and if the
-    configuration violates rules, which are reported elsewhere.
+    configuration violates rules, which are reported elsewhere. A run that continues gets no faster
+    level than it had.
     """
     levels = allowed_levels(config)
     if config.train.optimizer_memory != "auto" or levels[-1] == "device":
@@ -211,13 +214,20 @@ def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile 
         roles = role_models(config, models, *read_model(config.model.family, hf_config))
         if check(config, world_size, hf_config):
             return config
-        for level in levels:
+        for level in _from_saved(config, levels):
             found = config.with_values({LEVEL_KEY: level})
             if estimate(found, roles, world_size, assumed).spare_bytes >= 0:
                 break
     except UserError:
         return config
     return config if level == "device" else found
+
+
+def _from_saved(config: Config, levels: list[str]) -> list[str]:
+    """Returns the levels from the one of the run folder's configuration on; all if it has none."""
+    saved = saved_config(config)
+    before = "" if saved is None else level_name(saved.train)
+    return levels[levels.index(before) :] if before in levels else levels
 
 
 def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> Config:
