@@ -180,6 +180,16 @@ class Mesh:
         dist.all_reduce(summed, group=group)
         return summed
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns the (picklable) `value` of every rank of the mesh, in rank order; collective over
+        the mesh.
+        """
+        if self._group is None:
+            return self.world.gather_objects(value)
+        found: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
     def meet(self, what: str) -> None:
         """Waits for all ranks of the world, unless all are in the mesh.
 

@@ -24,6 +24,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from hybridrl.checkpoint.host_memory import available_bytes
 from hybridrl.checkpoint.optimizer_state import count_step
 from hybridrl.config.rules_optimizer import level_of
 from hybridrl.config.schema import TrainConfig
@@ -33,7 +34,8 @@ from hybridrl.models.megatron.layers import add_weight_gradients_in_place
 from hybridrl.models.trainable import stack_frozen
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.peer_weights import PeerWeights
-from hybridrl.training.piecewise_adam import PiecewiseAdam
+from hybridrl.training.piecewise_adam import PiecewiseAdam, packed_bytes
+from hybridrl.training.staging import check_host_memory
 
 
 def wrap_for_training(
@@ -105,11 +107,17 @@ def wrap_for_training(
     optimizer = ChainedOptimizer(
         [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     )
+    if level.on_host:
+        needed = sum(
+            packed_bytes(one.optimizer.param_groups) for one in optimizer.chained_optimizers
+        )
+        own = (mesh.world.host_ranks[0], needed, available_bytes())
+        check_host_memory(mesh.gather_objects(own))
     for part in optimizer.chained_optimizers:
         number_as_in_groups(part)
         if level.is_low_precision:
             groups, device = part.optimizer.param_groups, mesh.platform.device
-            num_ranks = len(mesh.world.host_ranks)
+            num_ranks = len(set(mesh.world.host_ranks) & set(mesh.ranks))
             part.optimizer = PiecewiseAdam(groups, device, level.on_host, num_ranks)
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer

@@ -100,7 +100,7 @@ class PiecewiseAdam:
         self._states: dict[str, Tensor] = {}
         names = (*MOMENTS, REMAINDER)
         if on_host:
-            self._memory = HostState(2 * len(names) * num_elements, device, num_ranks)
+            self._memory = HostState(packed_bytes(param_groups), device, num_ranks)
             parts = self._memory.bytes.chunk(len(names)) if num_elements else ()
         else:
             parts = tuple(
@@ -193,6 +193,11 @@ class PiecewiseAdam:
         else:
             master = value.to(device=parameter.device, dtype=torch.float32)
             self.state[parameter][REMAINDER].copy_(remainder_of(master, parameter))
+
+
+def packed_bytes(param_groups: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the size of the state of these parameters on this rank."""
+    return 2 * len((*MOMENTS, REMAINDER)) * _places(param_groups)[1]
 
 
 def state_names(dtype: torch.dtype) -> tuple[str, ...]:

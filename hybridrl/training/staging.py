@@ -15,12 +15,29 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.host_copies import page_locks
-from hybridrl.checkpoint.host_memory import available_bytes
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.errors import UserError
 
 NUM_SLOTS = 3  # one piece is copied in, one is updated, and one is copied out
 ALIGNMENT = 512  # bytes; alignment of each tensor in a slot
+
+
+def check_host_memory(found: Sequence[tuple[int, int, int]]) -> None:
+    """Checks that each host has the memory that its ranks will allocate.
+
+    Args:
+        found: The host's number, the bytes that the rank needs, and the free bytes of its host; for
+            each rank that holds a part of the state.
+
+    Raises:
+        UserError: A host has less free memory.
+    """
+    for host in sorted({host for host, _, _ in found}):
+        needed = [size for other, size, _ in found if other == host]
+        free = min(size for other, _, size in found if other == host)
+        if sum(needed) > free:
+            share = free / len(needed) / 1e9
+            raise _too_large(max(needed), f"{share:.1f} GB are free for each rank of a host")
 
 
 class HostState:
@@ -29,23 +46,23 @@ class HostState:
     Args:
         num_bytes: Size of the memory.
         device: Device that updates the state.
-        num_ranks: Number of ranks on this host, all of which allocate as much.
+        num_ranks: Number of ranks of the mesh on this host.
 
     Raises:
-        UserError: The host has less free memory.
+        UserError: The operating system does not allow this process as much memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, num_ranks: int = 1) -> None:
-        free = available_bytes() // num_ranks
-        if num_bytes > free:
-            raise _too_large(num_bytes, f"{free / 1e9:.1f} GB are free for each rank")
         self._reserved: ReservedMemory | None = None  # unlocks its memory when it is deleted
         if device.type == "cpu" or not num_bytes:
             # numpy allocates the memory, so that a view can become a tensor with its own storage.
             self.bytes = torch.from_numpy(np.zeros(num_bytes, np.uint8))
             return
         threads = threads_beside_training(num_ranks)
-        self._reserved = ReservedMemory(num_bytes, threads, *page_locks())
+        try:
+            self._reserved = ReservedMemory(num_bytes, threads, *page_locks())
+        except OSError as error:
+            raise _too_large(num_bytes, f"the operating system refuses it ({error})") from None
         locked = self._reserved.tensor()
         if locked is None:
             raise _too_large(num_bytes, "this process may not lock as much memory (ulimit -l)")
@@ -92,12 +109,12 @@ class Staging:
 
     def _copy_in(self, number: int, piece: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         slot, used, copies = self._slots[number % NUM_SLOTS], 0, []
+        if self._is_gpu:
+            if number < NUM_SLOTS:  # the slots' memory may have had another use before
+                self._inward.wait_stream(torch.cuda.current_stream())
+            else:
+                self._inward.wait_event(self._is_free[number % NUM_SLOTS])
         with self._on(self._inward):
-            if self._is_gpu:
-                if number < NUM_SLOTS:  # the slots' memory may have had another use before
-                    self._inward.wait_stream(torch.cuda.current_stream())
-                else:
-                    self._inward.wait_event(self._is_free[number % NUM_SLOTS])
             for tensor in piece:
                 copy = slot[used : used + tensor.nbytes].view(tensor.dtype)
                 copies.append(copy.copy_(tensor, non_blocking=True))
@@ -121,7 +138,7 @@ def _too_large(num_bytes: int, reason: str) -> UserError:
     return UserError(
         "train.optimizer_memory",
         "host",
-        f"low_precision or device here: the state of this rank needs {num_bytes / 1e9:.1f} GB of "
+        f"low_precision or device here: the state of a rank needs {num_bytes / 1e9:.1f} GB of "
         f"page-locked host memory, and {reason}",
         "Use more hosts, or set train.optimizer_memory=low_precision.",
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +13,7 @@ from torch import Tensor
 from hybridrl.checkpoint.fp32_remainders import joined, remainder_of, split_
 from hybridrl.errors import UserError
 from hybridrl.training import staging
-from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam
+from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam, packed_bytes
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SIZES, FP32_SIZE, SCALE = (1000, 3, 5000, 777, 64), 50, 0.7
@@ -128,9 +132,65 @@ def test_first_moments_are_rounded_to_the_nearest() -> None:
         assert torch.equal(trained.adam.state[parameter][MOMENTS[0]], first.bfloat16())
 
 
-def test_a_state_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "available_bytes", lambda: 1000)
-    with pytest.raises(UserError, match="train.optimizer_memory") as caught:
-        Trained(True, 1024)
-    assert "low_precision" in str(caught.value)
-    Trained(False, 1024)
+def test_a_state_that_a_host_cannot_hold_is_refused() -> None:
+    own = Trained(True, 1024).adam
+    assert packed_bytes(own.param_groups) == own.state_bytes
+    # The ranks of the first host need 60 bytes in all; ranks of other meshes are not counted.
+    staging.check_host_memory([(0, 20, 60), (0, 40, 61), (2, 30, 30)])
+    for found in ([(0, 20, 60), (0, 40, 59)], [(0, 20, 60), (1, 40, 39)]):
+        with pytest.raises(UserError, match="train.optimizer_memory") as caught:
+            staging.check_host_memory(found)
+        assert "low_precision" in str(caught.value)
+
+
+def test_memory_that_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(staging, "ReservedMemory", refuse)
+    monkeypatch.setattr(staging, "page_locks", lambda: (None, None))
+    with pytest.raises(UserError, match="Cannot allocate memory"):
+        staging.HostState(1000, torch.device("cuda"))
+
+
+class FakeStream:
+    """A CUDA stream that notes whom it waits for."""
+
+    def __init__(self, *_: object) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+    def synchronize(self) -> None: ...
+
+
+def test_copies_to_the_device_wait_for_the_stream_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computing = FakeStream()
+    current = [computing]
+
+    @contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    pieces = [[torch.full((4,), float(number))] for number in range(5)]
+    staged = staging.Staging(pieces, torch.device("cpu"))
+    staged._is_gpu, staged._inward, staged._outward = True, FakeStream(), FakeStream()
+    for (copy,) in staged:
+        copy.add_(1)
+    assert [float(piece[0][0]) for piece in pieces] == [1, 2, 3, 4, 5]
+    assert staged._inward.waited[: staging.NUM_SLOTS] == [computing] * staging.NUM_SLOTS
+    assert staged._outward.waited == [computing] * len(pieces)
