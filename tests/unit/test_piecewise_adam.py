@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrl.checkpoint import optimizer_state
 from hybridrl.checkpoint.fp32_remainders import joined, remainder_of, split_
-from hybridrl.errors import UserError
+from hybridrl.errors import CheckpointError, UserError
 from hybridrl.training import staging
 from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam, packed_bytes
 
@@ -130,6 +131,27 @@ def test_first_moments_are_rounded_to_the_nearest() -> None:
     for parameter, gradient in zip(trained.parameters, gradients, strict=True):
         first = (gradient * SCALE) * (1 - 0.9)
         assert torch.equal(trained.adam.state[parameter][MOMENTS[0]], first.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_states_of_a_checkpoint_are_found_by_parameter(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    cut = optimizer_state._Cut(parameter, {0: slice(0, 4)}, 0)
+    described = {parameter: SimpleNamespace(key="a.weight")}
+
+    def found(*stored: str) -> list[str]:
+        return optimizer_state._names(described, cut, {f"optimizer.state.{one}" for one in stored})
+
+    moments = [f"{name}.a.weight" for name in MOMENTS]
+    assert found("remainder.a.weight", *moments) == [REMAINDER, *MOMENTS]
+    assert found("remainder.a.weight.query", *moments) == [REMAINDER, *MOMENTS]
+    assert found("param.a.weight", "remainder.b", *moments) == ["param", *MOMENTS]
+    assert found("remainder.a.weights") == ["param", *MOMENTS]  # the reader says what is missing
+    if dtype == torch.float32:  # its own master, even if no other parameter has a remainder
+        assert found(*moments) == [*MOMENTS]
+        return
+    with pytest.raises(CheckpointError, match="optimizer.state.param.a.weight"):
+        found("remainder.b", *moments)
 
 
 def test_a_state_that_a_host_cannot_hold_is_refused() -> None:
