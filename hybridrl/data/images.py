@@ -16,12 +16,14 @@ import io
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.config.files import plain
+from hybridrl.config.hub import DATASETS
 from hybridrl.contracts.prompts import Content
 from hybridrl.data.messages import ASSISTANT, Message
 from hybridrl.data.rows import Row
@@ -32,17 +34,18 @@ from hybridrl.models.vision.shape import VisionShape
 IMAGES = "images"
 """Column with a row's images."""
 MARK = "<image>"
-_MARKS = re.compile(r"<image(?: (\d+))?>")
-_COLUMNS = re.compile(r"images?|image_(\d+)")
+_MARKS = re.compile(r"<image(?: (\d+))?>", re.ASCII)
+_COLUMNS = re.compile(r"images?|image_(\d{1,9})", re.ASCII)
 _VALUES = ("bytes", "path", "image", "url", "image_url")  # keys of an image in an object
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_REMOTE = ("http://", "https://", "s3://", "gs://")
+_REMOTE = re.compile(r"(?:https?|ftp|s3|gs|gcs|az|abfss?|hf|hdfs)://", re.IGNORECASE)
 _PART = {"type": "image"}
 _ALLOWED = (
     "an image file's bytes, its path, a data URI, or an object with one of these as bytes, path, "
     "image or url"
 )
 MAX_DEPTH = 3  # objects within objects
+MAX_FILE_BYTES = 64 << 20
 Image = bytes | str
 """Bytes of an image's file, or its absolute path."""
 
@@ -140,7 +143,7 @@ def images_of(row: Row, columns: Mapping[str, object]) -> Found:
     media = {
         name: match
         for name in columns
-        if (match := _COLUMNS.fullmatch(name)) and _has_images(columns[name])
+        if (match := _COLUMNS.fullmatch(name)) and _has_images(row, columns[name])
     }
     for name in sorted(media, key=lambda name: (int(media[name][1] or 0), name)):
         value = columns[name]
@@ -153,12 +156,14 @@ def images_of(row: Row, columns: Mapping[str, object]) -> Found:
     return Found(images, {k: v for k, v in columns.items() if k not in media}, numbers)
 
 
-def _has_images(value: object) -> bool:
+def _has_images(row: Row, value: object) -> bool:
     """Whether a column's value is one or several images. A text may be anything, such as the name
     of a container's image.
     """
     if isinstance(value, str):
-        return value.lower().endswith(_ENDINGS) or value.startswith(("data:", "file://"))
+        if value.lower().endswith(_ENDINGS) or value.startswith(("data:", "file://")):
+            return True
+        return bool(_REMOTE.match(value)) or _file_size(_path(row, value)) is not None
     return value is not None and not isinstance(value, int | float)
 
 
@@ -182,6 +187,7 @@ def read_reference(row: Row, name: str, value: object, depth: int = 0) -> Image:
 
 def _from_text(row: Row, name: str, text: str) -> Image:
     if text.startswith("data:"):
+        _check_size(row, name, len(text) * 3 // 4)
         head, comma, body = text.partition(",")
         try:
             if not comma or not head.endswith(";base64"):
@@ -191,17 +197,41 @@ def _from_text(row: Row, name: str, text: str) -> Image:
             got = f"{plain(name)} = {short(text, 40)} ({error_text(error, 60)})"
             allowed = "a data URI such as data:image/png;base64,..."
             raise BadRowError(row.place, got, allowed, "Fix or remove that row.") from error
-    if text.startswith(_REMOTE):
+    if _REMOTE.match(text):
         got, remedy = f"{plain(name)} = {short(text, 80)}", "Download the images beforehand."
         raise BadRowError(row.place, got, "a path or a data URI", remedy)
-    path = Path(os.path.expanduser(text.removeprefix("file://")))
-    if not path.is_absolute():
-        path = folder_of(row) / path
-    if not path.is_file():
+    if row.place.startswith(DATASETS):
+        got = f"{plain(name)} = {short(text, 80)}, a path"
+        allowed = "images within the rows of a data set from the hub, which must not name files"
+        raise BadRowError(row.place, got, allowed, "Use a data set that contains its images.")
+    path = _path(row, text)
+    size = _file_size(path)
+    if size is None:
         got = f"{plain(name)} = {short(text, 80)}, which is no file in {folder_of(row)}"
         allowed = "a path that is absolute or relative to the rows' file"
         raise BadRowError(row.place, got, allowed, "Fix the path, or remove that row.")
+    _check_size(row, name, size)
     return str(path.resolve())
+
+
+def _path(row: Row, text: str) -> Path:
+    return folder_of(row) / text.removeprefix("file://")
+
+
+def _file_size(path: Path) -> int | None:
+    """Returns a regular file's size; None if there is no such file."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # such as a name that is too long
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _check_size(row: Row, name: str, num_bytes: int) -> None:
+    if num_bytes > MAX_FILE_BYTES:
+        got = f"{plain(name)} with {num_bytes} bytes"
+        allowed = f"a file of at most {MAX_FILE_BYTES} bytes"
+        raise BadRowError(row.place, got, allowed, "Make the image smaller, or remove that row.")
 
 
 def folder_of(row: Row) -> Path:
@@ -238,7 +268,7 @@ def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tup
     def take(number: str | None) -> None:
         index = len(order)
         if number is not None:
-            index = found.numbers.get(int(number), -1) if found.numbers else int(number) - 1
+            index = _index_of(row, number, found)
         order.append(index)
 
     owned: list[Image | None] = []
@@ -274,8 +304,21 @@ def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tup
     return [prompt, *responses], tuple(images)
 
 
+def _index_of(row: Row, number: str, found: Found) -> int:
+    """Returns the index of the image with a number. Raises BadRowError if there is none."""
+    numbers = found.numbers or {index + 1: index for index in range(len(found.images))}
+    index = numbers.get(int(number)) if len(number) < 10 else None
+    if index is None:
+        got = f"<image {number[:20]}>, but no image with this number"
+        named = ", ".join(map(str, sorted(numbers)[:10])) or "none"
+        allowed = f"a number of the row's images: {named}"
+        raise BadRowError(row.place, got, allowed, "Fix or remove that row.")
+    return index
+
+
 def _miscounted(row: Row, num_marks: int, num_images: int) -> BadRowError:
-    got = f"{num_marks} places for images, but {num_images} images"
+    places = "1 place for an image" if num_marks == 1 else f"{num_marks} places for images"
+    got = f"{places}, but {num_images} image{'' if num_images == 1 else 's'}"
     allowed = f"as many {MARK} or image parts as images, or none"
     return BadRowError(row.place, got, allowed, "Fix or remove that row.")
 

@@ -25,10 +25,11 @@ from hybridrl.config.data import DataConfig
 from hybridrl.config.evaluation import EvalSetConfig
 from hybridrl.contracts.prompts import contents_from_bytes, contents_to_bytes
 from hybridrl.data.evaluation_sets import set_rows
-from hybridrl.data.images import ImageTokens, image_tokens
+from hybridrl.data.images import ImageTokens, image_tokens, images_of
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
-from hybridrl.errors import DataError, ModelError, UserError
+from hybridrl.data.rows import Row
+from hybridrl.errors import BadRowError, DataError, ModelError, UserError
 from hybridrl.generation.saved_rollouts import prompt_digest
 from hybridrl.models.vision.images import (
     FILE,
@@ -214,13 +215,33 @@ def test_responses_learn_after_images(tokenizer: Any, images: ImageTokens) -> No
     assert prompt.tokens[:2] == (2, 3) and prompt.response_tokens[0] == 8  # type: ignore[index]
 
 
+_TARGET = io.BytesIO()
+PICTURE.save(_TARGET, "PNG", exif=b"Exif\0\0II*\0\x08")
+DAMAGED_EXIF = _TARGET.getvalue()
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more marks": ({"images": [PNG], "prompt": "<image> <image> what"}, "2 places for images, but"),
-    "fewer marks": ({"images": [PNG, PNG], "prompt": "<image> what"}, "1 places for images, but 2"),
-    "no such number": ({"images": [PNG], "prompt": "<image 2> what"}, "1 places for images"),
+    "fewer marks": (
+        {"images": [PNG, PNG], "prompt": "<image> what"},
+        "1 place for an image, but 2",
+    ),
+    "no such number": ({"images": [PNG], "prompt": "<image 2> what"}, "<image 2>, but no"),
+    "number 0": ({"images": [PNG], "prompt": "<image 0> what"}, "of the row's images: 1"),
+    "a long number": ({"images": [PNG], "prompt": f"<image {'9' * 5000}> what"}, "but no image"),
+    "damaged EXIF": ({"images": [DAMAGED_EXIF], "prompt": "what"}, "a damaged image"),
+    "PostScript": ({"images": [EPS], "prompt": "what"}, "allowed: a PNG, JPEG"),
+    "bare base64": ({"images": [URI[22:] * 90], "prompt": "what"}, "which is no file in"),
+    "a device": ({"images": ["/dev/zero"], "prompt": "what"}, "which is no file in"),
+    "a home": ({"images": ["~/a.png"], "prompt": "what"}, "which is no file in"),
+    "a large URI": (
+        {"images": ["data:image/png;base64," + "A" * 90_000_000], "prompt": "what"},
+        "allowed: a file of at most 67108864 bytes",
+    ),
+    "an address": ({"image": "https://a.b/x?id=3", "prompt": "what"}, "https://a.b/x"),
+    "a bucket": ({"image": "s3://a/b", "prompt": "what"}, "s3://a/b"),
     "no image": (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "1 places for images, but 0",
+        "1 place for an image, but 0",
     ),
     "a mark without an image": ({"prompt": "<image> what"}, "in a row without an image"),
     "a path without an ending": ({"image": "a", "prompt": "<image> what"}, "without an image"),
@@ -306,6 +327,22 @@ def test_paths_are_relative_to_the_file_and_changes_are_noticed(
     (tmp_path / "photos" / "a.png").write_bytes(file_of(picture(2, 8, 8)))
     num_tokens, notes = tokens()
     assert num_tokens == 4 and "folders that changed" in notes[0]
+
+
+def test_paths_come_from_local_rows_only(images: ImageTokens, tmp_path: Path) -> None:
+    (tmp_path / "0001").write_bytes(PNG)
+    rows = Row(f"{tmp_path}/rows.jsonl:1", {})
+    (tmp_path / "rows.jsonl").touch()
+    for text in ("0001", str(tmp_path / "0001")):
+        assert images_of(rows, {"image": text}).images == [str((tmp_path / "0001").resolve())]
+    hub = replace(rows, place="datasets:a/b:train:7")
+    for text in (str(tmp_path / "0001"), "../a.png", "file:///etc/hostname"):
+        with pytest.raises(BadRowError, match="must not name files"):
+            images_of(hub, {"image": {"path": text}})
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(BadRowError, match="67108865 bytes"):
+        images_of(rows, {"image": "large.png"})
 
 
 def test_large_images_are_scaled_down_and_count_as_tokens(tokenizer: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +36,23 @@ FILE, GRID = "file", "grid"  # arrays of such a content
 MAX_DECODED_PIXELS = 1 << 26  # a file that decodes to more is refused: 192 MiB of memory
 MAX_ASPECT = 200  # of Qwen-VL's processors
 CACHE_BYTES = 512 << 20
+# Pillow's other formats start programs, or have decoders that few people test.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+# Classes that Pillow raises for damaged files.
+_DAMAGE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
 FILES = ("preprocessor_config.json", "processor_config.json")
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 _BICUBIC = 3
@@ -141,10 +160,9 @@ def opened(data: bytes) -> Image.Image:
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(data))
-    # Pillow raises various classes for damaged headers.
-    except (OSError, ValueError, SyntaxError, TypeError) as error:
-        allowed = "a file that Pillow can read, such as PNG, JPEG or WebP"
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except _DAMAGE as error:
+        allowed = "a PNG, JPEG, WebP, GIF, BMP or TIFF file"
         raise ImageFault(f"{len(data)} bytes that are not an image", allowed) from error
     except Image.DecompressionBombError as error:
         raise ImageFault("an image too large to decode", _most()) from error
@@ -177,8 +195,7 @@ def decoded(data: bytes) -> Image.Image:
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             return Image.alpha_composite(white, image).convert("RGB")
         return image.convert("RGB")
-    # Pillow raises various classes for damaged data.
-    except (OSError, ValueError, SyntaxError, TypeError, EOFError, IndexError) as error:
+    except _DAMAGE as error:
         reason = " ".join(str(error).split())[:120]
         raise ImageFault(f"a damaged image ({reason})", "an image that decodes") from error
 
