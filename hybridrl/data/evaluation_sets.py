@@ -120,21 +120,39 @@ def set_rows(
             form = FORMS[section.form]
             prompt, answer = _read_form(row, section.form, form)
             instruction = form.instruction if section.instruction is None else section.instruction
-        if instruction and isinstance(prompt, str):
-            prompt = f"{prompt}\n{instruction}"
+        prompt = _instructed(prompt, instruction) if instruction else prompt
         # In published sets, columns with these names mean something else.
         others = {k: v for k, v in row.columns.items() if k not in ("prompt", "answer", "label")}
         answers = {} if answer is None else {"answer": answer}
-        images = {IMAGES: list(row.images)} if row.images else {}
+        images = {IMAGES: list(row.images)} if is_own and row.images else {}
         yield {**others, "prompt": prompt, **answers, **images}
+
+
+def _instructed(prompt: Any, instruction: str) -> Any:
+    """Returns a prompt with an instruction at the end of its text, or of its last user message."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n{instruction}"
+    messages = list(prompt)
+    places = [place for place, one in enumerate(messages) if one["role"] == "user"]
+    for place in places[-1:]:
+        content, added = messages[place]["content"], f"\n{instruction}"
+        if isinstance(content, str):
+            content += added
+        else:
+            content = [*content, {"type": "text", "text": added}]
+        messages[place] = {**messages[place], "content": content}
+    return messages
 
 
 def _with_images(row: Row, reads_images: bool) -> Row:
     """Returns a row of a published form with its images apart from its other columns."""
     refuse_videos(row)
     media = images_of(row, row.columns)
-    numbered = [media.images[index] for _, index in sorted(media.numbers.items())]
-    row = replace(row, columns=media.columns, images=tuple(numbered or media.images))
+    names = {index: f"image_{number}" for number, index in media.numbers.items()}
+    others = [image for index, image in enumerate(media.images) if index not in names]
+    columns: dict[str, object] = {name: media.images[index] for index, name in names.items()}
+    columns |= {IMAGES: others} if others else {}
+    row = replace(row, columns={**media.columns, **columns}, images=tuple(media.images))
     if row.images and not reads_images:
         raise refuse_images(row)
     return row

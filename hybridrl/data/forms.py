@@ -91,7 +91,7 @@ def formed_rows(
     rows = rows if _has_own_keys(config, kind) else expand_trees(rows, kind, counted)
     for number, row in enumerate(rows):
         try:
-            found = normalize_row(replace(row, number=number), config, kind)
+            found = normalize_row(replace(row, number=number), config, kind, reads_images)
             if found.images and not reads_images:
                 raise refuse_images(found)
             for name in required:
@@ -143,7 +143,7 @@ def validate_file(
     return num
 
 
-def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
+def normalize_row(row: Row, config: DataConfig, kind: Kind, reads_images: bool) -> Row:
     """Returns a row with the columns of its kind, each a text or a list of messages.
 
     Raises:
@@ -153,7 +153,7 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
     refuse_videos(row)
     names = text_columns(config, kind)
     columns = {key: value for key, value in row.columns.items() if value is not None}
-    media = images_of(row, columns)
+    media = images_of(row, columns, with_numbers=reads_images)
     row, columns = replace(row, columns=_without(row.columns, media)), media.columns
     read = without_nulls(columns) if row.is_arrow else columns
     parts = [

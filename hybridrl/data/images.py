@@ -132,8 +132,11 @@ class Found(NamedTuple):
     numbers: dict[int, int]
 
 
-def images_of(row: Row, columns: Mapping[str, object]) -> Found:
+def images_of(row: Row, columns: Mapping[str, object], with_numbers: bool = True) -> Found:
     """Separates a row's images from its other columns.
+
+    Args:
+        with_numbers: Whether columns such as image_1 contain images.
 
     Raises:
         BadRowError: A value is not an image.
@@ -143,7 +146,9 @@ def images_of(row: Row, columns: Mapping[str, object]) -> Found:
     media = {
         name: match
         for name in columns
-        if (match := _COLUMNS.fullmatch(name)) and _has_images(row, columns[name])
+        if (match := _COLUMNS.fullmatch(name))
+        and (with_numbers or match[1] is None)
+        and _has_images(row, columns[name])
     }
     for name in sorted(media, key=lambda name: (int(media[name][1] or 0), name)):
         value = columns[name]

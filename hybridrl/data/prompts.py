@@ -193,7 +193,9 @@ class Reading:
         ends = own_end_tokens(tokenizer) if end_tokens is None else end_tokens
         adds_special = config.add_special_tokens
         encoded = encoded_rows(rows, texts, tokenizer, most, ends, adds_special, bad)
-        for found in encoded if images is None else _with_images(encoded, images, left_out, bad):
+        if images is not None:
+            encoded = _with_images(encoded, images, config.max_prompt_tokens, left_out, bad)
+        for found in encoded:
             if len(found.responses) == 2 and found.responses[0] == found.responses[1]:
                 bad.add(found.row.source, equal_sides(found.row, config))
                 continue
@@ -307,12 +309,17 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
 
 
 def _with_images(
-    rows: Iterable[Encoded], images: ImageTokens, left_out: LeftOut, bad: BadRows
+    rows: Iterable[Encoded],
+    images: ImageTokens,
+    max_prompt_tokens: int,
+    left_out: LeftOut,
+    bad: BadRows,
 ) -> Iterator[Encoded]:
     """Yields rows with their images. Counts rows with images that cannot be used in `bad`."""
     for row in rows:
         try:
-            yield _row_with_images(row, images, left_out)
+            is_long = len(row.prompt) > max_prompt_tokens  # and will be left out
+            yield row if is_long else _row_with_images(row, images, left_out)
         except BadRowError as error:
             bad.add(row.row.source, error)
 

@@ -179,8 +179,11 @@ def _prompt_text(prompt: Asked) -> str:
     """Returns the text of a prompt; for a chat, the text of the last user message."""
     if isinstance(prompt, str):
         return prompt
-    texts = [str(message["content"]) for message in prompt if message["role"] == "user"]
-    return texts[-1] if texts else ""
+    contents = [message["content"] for message in prompt if message["role"] == "user"]
+    last = contents[-1] if contents else ""
+    if isinstance(last, list):  # with images
+        return "".join(part["text"] for part in last if part.get("type") == "text").strip()
+    return str(last)
 
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:

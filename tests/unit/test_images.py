@@ -307,6 +307,8 @@ def test_models_of_text_refuse_images_and_all_refuse_videos(
     with pytest.raises(DataError, match="videos are not supported"):
         load(tokenizer, images, {"prompt": "what", "videos": ["a.mp4"]})
     assert load(tokenizer, None, {"prompt": "what", "image": "ubuntu:22.04"}).prompts
+    (prompt,) = load(tokenizer, None, {"prompt": "what", "image_1": {"a": 1}}).prompts
+    assert prompt.columns["image_1"] == {"a": 1}
 
 
 def test_paths_are_relative_to_the_file_and_changes_are_noticed(
@@ -399,9 +401,33 @@ def test_evaluation_sets_have_images(tmp_path: Path) -> None:
     path.write_text(json.dumps(row) + "\n")
     section = EvalSetConfig(path=(str(path),), form="choices")
     (found,) = set_rows(section, DataConfig(), reads_images=True)
-    assert found["images"] == [PNG] and "image_1" not in found
+    assert found["image_1"] == PNG
     with pytest.raises(DataError, match="reads no images"):
         list(set_rows(section, DataConfig()))
+
+
+def test_evaluation_sets_keep_numbers_and_instructions(
+    tokenizer: Any, images: ImageTokens, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "set.jsonl", file_of(picture(2, 8, 8))
+    row = {"question": "<image> what <image 3> is", "image": URI, "answer": "A", "options": ["a"]}
+    row["image_3"] = f"data:image/png;base64,{base64.b64encode(other).decode()}"
+    path.write_text(json.dumps(row) + "\n")
+    section = EvalSetConfig(path=(str(path),), form="choices")
+    (found,) = set_rows(section, DataConfig(), reads_images=True)
+    (prompt,) = load(tokenizer, images, found, on_bad_row="stop").prompts
+    assert [one.num_tokens for one in prompt.contents] == [NUM_TOKENS, 1]
+    path.write_text(json.dumps(FORMS["openai"]) + "\n")
+    section = EvalSetConfig(path=(str(path),), form="prompts", instruction="here")
+    (found,) = set_rows(section, DataConfig(), reads_images=True)
+    assert found["prompt"][-1]["content"][-1] == {"type": "text", "text": "\nhere"}  # type: ignore[index]
+
+
+def test_long_rows_with_images_are_left_out(tokenizer: Any, images: ImageTokens) -> None:
+    good = {"images": [PNG], "prompt": "<image> what"}
+    long = {"images": [PNG], "prompt": "<image> " + "what " * 5000}
+    left_out = load(tokenizer, images, good, long, max_prompt_tokens=20).left_out
+    assert (left_out.num, left_out.num_bad) == (1, 0)
 
 
 def test_recent_images_are_decoded_once(images: ImageTokens, monkeypatch: Any) -> None:
