@@ -20,6 +20,8 @@ from hybridrl.config.interpolation import digests, dotted, without_secrets
 from hybridrl.config.lag import lag_identity
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
+from hybridrl.config.wrapped_models import has_images
 from hybridrl.errors import ConfigError, UserError
 
 DIGESTS_FILE = "interpolated.json"
@@ -192,11 +194,21 @@ def identity(config: Config) -> dict[str, Any]:
         },
         "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
-        "train": {"freeze": list(config.train.freeze or ())},
+        "train": {"freeze": _frozen(config)},
     }
     if config.lora.is_on:  # absent from runs of earlier versions
         known["lora"] = config.lora.model_dump(mode="json")
     return {**without_secrets(known, config.written), **terms}
+
+
+def _frozen(config: Config) -> list[str]:
+    """Returns `train.freeze`, or its default for the model: a vision tower."""
+    if config.train.freeze is not None:
+        return list(config.train.freeze)
+    try:
+        return ["vision"] if has_images(read_model_config(config.model)) else []
+    except UserError:  # told when the model is read
+        return []
 
 
 def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserError]:
@@ -207,12 +219,16 @@ def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserEr
         before, after = dict(saved.get(section, {})), now.get(section, {})
         for key in sorted(set(before) | set(after)):
             if before.get(key) != after.get(key):
+                remedy = "Restore this value, or choose another run.name."
+                if (section, key) == ("algorithm", "correction"):
+                    remedy += " Its default follows steps.max_policy_lag, rollout.quantization and"
+                    remedy += " rollout.kv_cache_dtype: set algorithm.correction.weight to keep it."
                 found.append(
                     UserError(
                         f"{section}.{key}",
                         repr(after.get(key)),
                         f"{before.get(key)!r}, with which {run_folder(config)} was started",
-                        "Restore this value, or choose another run.name.",
+                        remedy,
                     )
                 )
     return found

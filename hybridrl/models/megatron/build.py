@@ -251,7 +251,9 @@ def build_chunks(
             set_soft_cap(chunks[-1], shape.attention_cap)
         if shape.vision is not None and keywords["pre_process"]:
             device = next(chunks[-1].parameters()).device
-            chunks[-1].vision = build_tower(shape.vision, config.params_dtype, device)
+            chunks[-1].vision = tower = build_tower(shape.vision, config.params_dtype, device)
+            for parameter in tower.parameters():  # otherwise its copies could drift apart
+                parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
             add_deepstack(chunks[-1].decoder.layers, shape.vision)  # type: ignore[union-attr, arg-type]  # Megatron's
     _mark_gradients(chunks, config, shape)
     gather_tokens(chunks, shape)

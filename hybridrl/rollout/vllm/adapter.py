@@ -103,6 +103,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             raise RuntimeError(
                 "vLLM did not clear its prefix cache, which contains keys from older weights"
             )
+        if self._shape.vision is not None:
+            self._live.llm.reset_encoder_cache()
 
     def _record_running(self) -> None:
         if self._experts is not None:

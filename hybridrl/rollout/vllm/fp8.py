@@ -49,12 +49,17 @@ def choose_kernels(device: torch.device) -> None:
         UserError: The GPU is too old.
     """
     os.environ.update(ENVIRONMENT[LINEAR_BACKEND])
+    check_gpu(device, "rollout.quantization", "none")
+
+
+def check_gpu(device: torch.device, knob: str, off: str) -> None:
+    """Raises UserError if the GPU is too old for FP8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise UserError(
-            "rollout.quantization",
+            knob,
             f"fp8 on {torch.cuda.get_device_name(device)}",
-            "none on GPUs older than Hopper",
-            "Set rollout.quantization=none.",
+            f"{off} on GPUs older than Hopper",
+            f"Set {knob}={off}.",
         )
 
 

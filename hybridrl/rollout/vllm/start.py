@@ -35,7 +35,7 @@ from hybridrl.rollout.common.stand_ins import stand_in_for
 from hybridrl.rollout.vllm.adapters import adapter_arguments, forget_addresses, split_projections
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
-from hybridrl.rollout.vllm.fp8 import before_processing, choose_kernels
+from hybridrl.rollout.vllm.fp8 import before_processing, check_gpu, choose_kernels
 from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.one_adapter import compute_densely
@@ -91,6 +91,8 @@ def start(
     is_fp8 = settings.quantization == "fp8"
     if is_fp8:
         choose_kernels(inputs.device)
+    if settings.kv_cache_dtype == "fp8":
+        check_gpu(inputs.device, "rollout.kv_cache_dtype", "auto")
     _import_vllm(inputs.version, is_cpu)
     if inputs.shape.vision is not None and is_cpu:
         # Imported with the model's code, although its wheels do not load with a CPU build of torch.
