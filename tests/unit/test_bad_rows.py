@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "content an image": (
         "sft",
         chat({"role": "user", "content": [{"type": "image", "url": "x"}]}, A),
-        "messages has a part of type image; allowed: text",
+        "got an image part = 'x', which is no file in ",
     ),
     "content of no parts": ("sft", chat(U, {**A, "content": []}), "messages has the content []"),
     "a weight": ("sft", chat(U, {**A, "weight": 0}), "a message of weight 0"),
