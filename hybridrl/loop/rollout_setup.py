@@ -165,7 +165,7 @@ def is_mostly_frozen(source: WeightSource) -> bool:
     more than their memory is worth to gradients, which are few then.
     """
     sizes = {name: math.prod(tensor.shape) for name, tensor in source.tensors.items()}
-    return 2 * sum(sizes[name] for name in source.frozen) > sum(sizes.values())
+    return 2 * sum(sizes.get(name, 0) for name in source.frozen) > sum(sizes.values())
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:

@@ -159,7 +159,8 @@ class Request(_Versioned):
             "blobs": blobs_from_json(fields),
             "versions": versions_from_json(fields),
         }
-        others = {name: value for name, value in fields.items() if name != "experts"}
+        apart = {"experts", "contents"}
+        others = {name: value for name, value in fields.items() if name not in apart}
         return Request(**{**others, **rebuilt})
 
 

@@ -48,8 +48,8 @@ def test_bias_update_is_refused_where_routers_have_no_bias(
     assert found == refused
 
 
-@pytest.mark.parametrize("releases", [False, True])
-def test_parameters_that_lie_twice_in_memory_are_told(releases: bool) -> None:
+@pytest.mark.parametrize("is_shareable", [True, False])
+def test_parameters_that_lie_twice_in_memory_are_told(is_shareable: bool) -> None:
     box = ((0, 4), (0, 3))
     parts = {
         side: RankLayout(
@@ -61,22 +61,13 @@ def test_parameters_that_lie_twice_in_memory_are_told(releases: bool) -> None:
     engine = ScriptedEngine(uniform_script(8), shapes={"a": (4, 3)})
     engine.shared = frozenset({"enginea"})  # type: ignore[attr-defined]
     engine.layout = lambda: parts["engine"]  # type: ignore[method-assign]
-    world = SimpleNamespace(gather_objects=lambda value: [0, value])
-    model: Any = SimpleNamespace(base_layout=lambda: parts["trainer"], world=world)
-    config = load_config_dict(
-        {
-            "run": {"name": "a"},
-            "model": {"path": "somewhere"},
-            "algorithm": {"name": "grpo"},
-            "train": {"release_weights_in_rollout": releases},
-        },
-        [],
-    )
+    world: Any = SimpleNamespace(gather_objects=lambda value: [0, value])
+    shard: Any = SimpleNamespace(layout=parts["trainer"]) if is_shareable else None
     said: list[str] = []
-    report_copies(config, model, engine, said.append)
-    assert len(said) == (not releases)
-    assert releases or "up to 1 matrices" in said[0]
+    report_copies(world, shard, engine, said.append)
+    assert len(said) == is_shareable
+    assert not is_shareable or "up to 1 matrices" in said[0]
     said.clear()
     engine.shared = frozenset({"enginea", "engineb"})  # type: ignore[attr-defined]
-    report_copies(config, model, engine, said.append)
+    report_copies(world, shard, engine, said.append)
     assert said == []
