@@ -387,8 +387,8 @@ def shares_prompts(
     Args:
         wanted: `train.share_prompts`. If None, prompts are shared if this is possible and known to
             be faster. Sharing is not faster with torch's layers on a GPU, because their attention
-            builds its mask on the host. With context parallelism on a GPU, its speed has not been
-            measured.
+            builds its mask on the host. With context parallelism on a GPU, gradients have not been
+            compared.
         cp: Context-parallel size.
         kind: Library that implements the layers.
         is_cpu: Whether the model runs on the CPU.
