@@ -22,16 +22,20 @@ _library.define("adapter_up(Tensor(a!) y, Tensor down, Tensor x, Tensor[] bs, Te
 
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Returns the second stream of a stream on which layers run. Each has its own: the memory of
+    A x may be used again as soon as the stream has passed `_up`.
+    """
+    return torch.cuda.Stream(current.device)
 
 
 def _down(x: Tensor, a: Tensor) -> Tensor:
     """Returns A x. On a GPU it is computed on the second stream, for which `_up` waits."""
     if not x.is_cuda:
         return torch.mm(x, a.T)
-    second = _second_stream(x.device)
-    second.wait_stream(torch.cuda.current_stream())
+    current = torch.cuda.current_stream(x.device)
+    second = _second_stream(current)
+    second.wait_stream(current)
     with torch.cuda.stream(second):
         return torch.mm(x, a.T)
 
@@ -39,7 +43,8 @@ def _down(x: Tensor, a: Tensor) -> Tensor:
 def _up(y: Tensor, down: Tensor, x: Tensor, bs: Sequence[Tensor], slots: Tensor) -> None:
     """Adds B `down` to y. The argument x keeps its memory in use while `_down` reads it."""
     if y.is_cuda:
-        torch.cuda.current_stream().wait_stream(_second_stream(y.device))
+        current = torch.cuda.current_stream(y.device)
+        current.wait_stream(_second_stream(current))
     ops.add_up(y, down, bs, slots[: x.size(0)], SLOT)
 
 

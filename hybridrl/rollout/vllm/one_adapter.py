@@ -17,6 +17,13 @@ from torch import Tensor
 
 from hybridrl.rollout.common.adapter_ops import SLOT
 
+USUAL_LAYERS = (
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+)
+
 
 class _OneAdapter:
     """A linear layer that vLLM has wrapped for adapters; replaces the method that uses vLLM's
@@ -35,12 +42,14 @@ class _OneAdapter:
 def compute_densely(model: torch.nn.Module) -> None:
     """Makes the linear layers that vLLM has wrapped compute densely, for an engine that has one
     adapter. Their A slots move to contiguous memory, so that one product computes those of all
-    projections.
+    projections. Layers with a `forward` of their own keep vLLM's kernels.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.model_executor.layers import linear
 
+    usual = {getattr(linear, name) for name in USUAL_LAYERS}
     for module in model.modules():
-        if isinstance(module, BaseLinearLayerWithLoRA):
+        if isinstance(module, BaseLinearLayerWithLoRA) and type(module.base_layer) in usual:
             layer: Any = module
             first = layer.lora_a_stacked[0]
             num_slots, _, rank, num_inputs = first.shape
