@@ -436,7 +436,14 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
             f"at most the model's {shape.num_kv_heads} key-value heads with gated attention",
             "Choose another train.tp.",
         )
-    first = len(layout.layers(0, shape.num_layers)[0]) if shape.num_layers >= layout.pp else 0
+    if shape.num_layers < layout.pp * layout.vpp:
+        raise ModelError(
+            "train.pp * train.vpp",
+            layout.pp * layout.vpp,
+            f"at most the model's {shape.num_layers} layers",
+            "Choose other pipeline sizes.",
+        )
+    first = len(layout.layers(0, shape.num_layers)[0])
     if shape.vision is not None and first < shape.vision.deepstack_layers:
         raise ModelError(
             "train.pp * train.vpp",
@@ -444,13 +451,6 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
             f"few enough that the first stage has {shape.vision.deepstack_layers} layers, to whose "
             "outputs features of images are added",
             "Choose smaller pipeline sizes.",
-        )
-    if shape.num_layers < layout.pp * layout.vpp:
-        raise ModelError(
-            "train.pp * train.vpp",
-            layout.pp * layout.vpp,
-            f"at most the model's {shape.num_layers} layers",
-            "Choose other pipeline sizes.",
         )
 
 

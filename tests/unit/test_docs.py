@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -245,11 +246,13 @@ def test_versions_of_engines_that_were_tested_are_told(page: str) -> None:
 def test_runs_of_the_documentation_pass_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an example's own model in the place of one that another run leaves, and a 7B in the
-    place of one of the hub.
+    """With an example's own model in the place of one that another run leaves, the model that an
+    example's script writes, and a 7B in the place of one of the hub.
     """
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
+    pictures = tmp_path / "pictures"
+    run_path(str(ROOT / "examples" / "pictures" / "make_data.py"))["write_model"](pictures)
     planned = set()
     for page, line in commands():
         given = parsed(line).params
@@ -262,6 +265,9 @@ def test_runs_of_the_documentation_pass_plan(
             folder = Path(file).parent / "model"
             local = folder if folder.exists() else tmp_path
             config = load_config(file, [*overrides, f"model.path={local}"])
+        elif config.model.init is not None and not Path(config.model.init).exists():
+            assert config.model.init == "runs/pictures/model"
+            config = load_config(file, [*overrides, f"model.init={pictures}"])
         nodes = re.search(r"--nnodes=(\d+)", line)
         each = re.search(r"--nproc-per-node=(\d+)", line)
         size = given["world"] or int(nodes[1] if nodes else 1) * int(each[1] if each else 4)

@@ -122,7 +122,7 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
     planner = SimpleNamespace(
         shares_prompts=True, shared_tokens=lambda batch, is_lookup=False: shared[id(batch)]
     )
-    model = SimpleNamespace(planner=planner, source=source, backward=ALL, adapter_params=0)
+    model = SimpleNamespace(planner=planner, source=source, backward=ALL, active_adapter_params=0)
     policy: Any = SimpleNamespace(model=model)
     roles = Roles(source, policy, None, None, {"policy": None}, 0)  # type: ignore[dict-item]
     assert roles.flops(main, 0, {}) == {"generate": 0, "logprobs": one, "update": 3 * one}
