@@ -43,7 +43,7 @@ class _Kind(NamedTuple):
 
 
 class _Launches:
-    """Tables of bands by kind, on the device."""
+    """Tables of bands by kind, on the device; one launch for each table."""
 
     def __init__(
         self, pairs: Sequence[tuple[Tiles, torch.Tensor | None]], device: torch.device, block: int
@@ -53,17 +53,23 @@ class _Launches:
             if tiles.weight.numel():
                 _check(tiles, dest, block)
                 found.setdefault(_kind(tiles, dest), []).extend(_bands(tiles, dest, block))
-        self.tables = [
+        self._tables = [
             (torch.tensor(bands, dtype=torch.int64).to(device), kind)
             for kind, bands in sorted(found.items(), key=str)
         ]
 
     @property
+    def num_launches(self) -> int:
+        """Number of kernels that one `run()` launches."""
+        return len(self._tables)
+
+    @property
     def table_bytes(self) -> int:
-        return sum(table.nbytes for table, _ in self.tables)
+        """Device memory that the tables occupy, in bytes."""
+        return sum(table.nbytes for table, _ in self._tables)
 
 
-class BlockMaxima:
+class BlockMaxima(_Launches):
     """Raises each block's entry to the largest magnitude of the block's elements; see
     `reference.BlockMaxima`. One launch for each source type and alignment.
 
@@ -75,21 +81,11 @@ class BlockMaxima:
 
     def __init__(self, tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> None:
         self._block = block
-        self._launches = _Launches([(one, None) for one in tiles], device, block)
-
-    @property
-    def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches."""
-        return len(self._launches.tables)
-
-    @property
-    def table_bytes(self) -> int:
-        """Device memory that the tables occupy, in bytes."""
-        return self._launches.table_bytes
+        super().__init__([(one, None) for one in tiles], device, block)
 
     def run(self) -> None:
         """Updates all maxima, on the current stream."""
-        for table, kind in self._launches.tables:
+        for table, kind in self._tables:
             _block_maxima[(len(table),)](
                 table,
                 TRITON_TYPES[kind.source],
@@ -100,7 +96,7 @@ class BlockMaxima:
             )
 
 
-class QuantizedCopies:
+class QuantizedCopies(_Launches):
     """A fixed list of copies that quantize blocks, executed as one launch for each source type and
     alignment.
 
@@ -120,24 +116,14 @@ class QuantizedCopies:
         block: int = BLOCK,
     ) -> None:
         self._programs, self._block = programs, block
-        self._launches = _Launches(pairs, device, block)
+        super().__init__(pairs, device, block)
         self._is_native = device.type == "cuda" and (
             torch.cuda.get_device_capability(device) >= LEAST_NATIVE
         )
 
-    @property
-    def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches."""
-        return len(self._launches.tables)
-
-    @property
-    def table_bytes(self) -> int:
-        """Device memory that the tables occupy, in bytes."""
-        return self._launches.table_bytes
-
     def run(self) -> None:
         """Quantizes everything, on the current stream."""
-        for table, kind in self._launches.tables:
+        for table, kind in self._tables:
             grid = min(len(table), self._programs or len(table))
             turns = -(-len(table) // grid)
             _quantize_blocks[(grid,)](
