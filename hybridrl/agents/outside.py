@@ -17,147 +17,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import itertools
 import json
 import signal
 import sys
-import threading
 import time
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from hybridrl.agents.task_connection import (
+    ANSWER_S,
+    Address,
+    Connection,
+    Gone,
+    Heartbeat,
+    addresses,
+    present_addresses,
+)
 from hybridrl.agents.tasks import AgentTask, take_token
 from hybridrl.config.own_code import imported, make_working_folder_importable
 from hybridrl.console import say
 
-WAIT_S = 10.0  # longest wait for a task in one request
+WAIT_S = ANSWER_S / 2  # longest wait for a task in one request
 RETRY_S = 2.0
 GIVE_UP_S = 60.0  # how long an address may not answer before it counts as gone
 LEAVE_S = 5.0  # longest time for giving tasks back
-NUM_THREADS = 8  # for requests to one replica
 TASK_ENDED = 410
 Play = Callable[..., Any]
-Result = TypeVar("Result")
-
-
-class Gone(Exception):
-    """The server refused a request for good, or never answered; the text says why."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the tasks of one replica are.
-
-    Args:
-        url: Address of the replica's endpoint.
-        token: Token for its tasks.
-        file: File that contains both while the run lasts; None if the user named the address.
-        replicas: Number of replicas of the run.
-    """
-
-    url: str
-    token: str = field(repr=False)
-    file: Path | None = None
-    replicas: int = 1
-
-    def has_ended(self) -> bool:
-        """Whether the run removed or replaced the file."""
-        return self.file is not None and _read(self.file) != self
-
-
-class Connection:
-    """Sends requests to a replica.
-
-    Args:
-        address: Where it is.
-    """
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "tasks of a run")
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request, for which a thread waits; see `send`."""
-        return await self.in_thread(self.send, path, body)
-
-    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function in one of the threads."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, *arguments)
-
-    def send(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request.
-
-        Raises:
-            OSError: The server does not answer.
-            Gone: The server refused the request.
-        """
-        request = urllib.request.Request(
-            f"{self._address.url}/agent/tasks/{path}",
-            json.dumps(body).encode(),
-            {
-                "Content-Type": "application/json",
-                "Authorization": f"Bearer {self._address.token}",
-            },
-        )
-        try:
-            with self._opener.open(request, timeout=2 * WAIT_S) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
-        except urllib.error.HTTPError as error:
-            if error.code >= 500:
-                raise
-            raise Gone(f"{error.code}: {error.read().decode(errors='replace')}") from error
-        except (http.client.HTTPException, ValueError) as error:  # half an answer
-            raise OSError(f"the answer cannot be read: {error!r}") from error
-
-    def close(self) -> None:
-        """Ends the threads as soon as their requests are answered."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class Heartbeat:
-    """Notes in a thread of its own that tasks are alive.
-
-    Args:
-        connection: Sends the requests.
-        ids: Returns the tasks that run; called by the thread.
-        stop: Called by the thread with each task that the server does not need.
-
-    Attributes:
-        lease_s: Time after which the server gives tasks to others, as tasks say.
-    """
-
-    def __init__(
-        self, connection: Connection, ids: Callable[[], list[str]], stop: Callable[[str], None]
-    ) -> None:
-        self._connection, self._ids, self._stop = connection, ids, stop
-        self._closed, self.lease_s = threading.Event(), 1.0
-        threading.Thread(target=self._run, name="alive", daemon=True).start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closed.set()
-
-    def _run(self) -> None:
-        while not self._closed.wait(self.lease_s / 4):
-            if not (ids := self._ids()):
-                continue
-            try:
-                for number in self._connection.send("alive", {"ids": ids})["stopped"]:
-                    self._stop(number)
-            except Exception as error:  # the next heartbeat may succeed
-                if not self._closed.is_set():
-                    say(f"{len(ids)} tasks could not be noted as alive: {error!r}")
 
 
 class Replica:
@@ -376,7 +264,7 @@ async def play_all(
             for task in playing.values():
                 if task.done():
                     task.result()
-            found = _addresses(run)
+            found = present_addresses(run)
         return sum(task.result() for task in playing.values())
     finally:
         for task in playing.values():
@@ -391,31 +279,6 @@ def _say_missing(found: list[Address]) -> bool:
     if missing := [one for one in range(num) if f"replica_{one}.json" not in has]:
         say(f"replicas {missing} of {num} have no address yet; their tasks are not played")
     return True
-
-
-def addresses(run: str) -> list[Address]:
-    """Returns the addresses in the folder of a run.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    if not (found := _addresses(run)):
-        raise FileNotFoundError(f"{run}/agents: no address; allowed: a run with agent.server=true")
-    return found
-
-
-def _addresses(run: str) -> list[Address]:
-    files = sorted((Path(run) / "agents").glob("replica_*.json"))
-    return [one for one in map(_read, files) if one is not None]
-
-
-def _read(file: Path) -> Address | None:
-    """Returns the address in a file; None if it was removed."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return Address(found["url"], found["token"], file, found["replicas"])
 
 
 async def _until_terminated(playing: Any) -> int:

@@ -1,4 +1,4 @@
-"""A Python environment of its own for worker processes. Does not import torch.
+"""A separate Python environment for worker processes. Does not import torch.
 
 A process there sees hybridrl and the user's modules, but no other package of the run's environment,
 so that packages with conflicting requirements can be used.
