@@ -9,13 +9,17 @@ each session. Both ways alternate; the first time of each warms up. The weights 
 almost no turn ends early; the tokens that were really sampled are counted.
 
 The result is refused if an episode failed, or if a session did not sample all its turns in one
-conversation.
+conversation. For both ways, it contains the number of engine steps, the share of the time that was
+spent in them, and the processor time of the endpoint. `--profile` prints where the engine's process
+spends its time, in one more repeat of each way.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import tempfile
@@ -49,48 +53,106 @@ async def talk(task: Any, turns: int, turn_tokens: int) -> float:
 def main() -> int:
     """Measures both ways in turn, and writes one JSON file."""
     arguments = parse()
-    sys.setswitchinterval(arguments.switch_interval_s)
     trainer = make_trainer(arguments)
     trainer.check_engine()
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    episodes, rates = trainer.sampler.episodes, dict[str, list[float]]()
-    cpu_s: dict[str, list[float]] = {}
+    episodes = trainer.sampler.episodes
+    if arguments.steps_between_events:
+        episodes._steps_between_events = lambda: arguments.steps_between_events
+    steps, found = EngineSteps(trainer.sampler.engine), dict[str, list[dict[str, float]]]()
     step = 10**6
-    for repeat in range(arguments.repeats + 1):
+    for repeat in range(arguments.repeats + 1 + arguments.profile):
         for way in ("agents", "plain"):
             trainer.sampler.episodes = episodes if way == "agents" else None
+            profile = cProfile.Profile() if repeat > arguments.repeats else None
             step += 1
-            began, worked = time.perf_counter(), time.process_time()
-            batch = trainer.sampler.generate(prompts, step=step)
+            steps.reset()
+            endpoint_s, worked = endpoint_cpu_s(episodes), time.process_time()
+            began = time.perf_counter()
+            if profile is not None:
+                batch = profile.runcall(trainer.sampler.generate, prompts, step=step)
+            else:
+                batch = trainer.sampler.generate(prompts, step=step)
             taken = time.perf_counter() - began
             used = time.process_time() - worked
             num_tokens = check(batch, way, arguments)
             if way == "agents":
                 trainer.sampler.score(batch)  # ends the run if an episode failed
-            print(
-                f"{way}, {f'repeat {repeat}' if repeat else 'warm-up'}: {taken:.2f} s, "
-                f"CPU {used:.2f} s, {num_tokens} tokens, {num_tokens / taken:,.0f} tokens/s",
-                flush=True,
-            )
-            if repeat:
-                rates.setdefault(way, []).append(num_tokens / taken)
-                cpu_s.setdefault(way, []).append(used)
-    medians = {way: statistics.median(found) for way, found in rates.items()}
+            one = {
+                "seconds": taken,
+                "tokens_per_s": num_tokens / taken,
+                "engine_steps": steps.number,
+                "step_ms": 1000 * steps.seconds / steps.number,
+                "steps_share": steps.seconds / taken,
+                "steps_with_new": steps.number_with_new,
+                "process_cpu_s": used,
+                "endpoint_cpu_s": endpoint_cpu_s(episodes) - endpoint_s,
+            }
+            name = "profiled" if profile else f"repeat {repeat}" if repeat else "warm-up"
+            shown = ", ".join(f"{key} {value:,.4g}" for key, value in one.items())
+            print(f"{way}, {name}: {shown}", flush=True)
+            if profile is not None:
+                for order in ("tottime", "cumulative"):
+                    pstats.Stats(profile, stream=sys.stdout).sort_stats(order).print_stats(40)
+            elif repeat:
+                found.setdefault(way, []).append(one)
+    rates = {
+        way: statistics.median(one["tokens_per_s"] for one in repeats)
+        for way, repeats in found.items()
+    }
     result = {
         "benchmark": "agents",
         "model": arguments.model.stem,
         "sessions": arguments.sessions,
         "turns": arguments.turns,
         "turn_tokens": arguments.turn_tokens,
-        "switch_interval_s": arguments.switch_interval_s,
-        "tokens_per_s": {way: [round(one) for one in found] for way, found in rates.items()},
-        "process_cpu_s": {way: [round(one, 2) for one in found] for way, found in cpu_s.items()},
-        "agents_to_plain": round(medians["agents"] / medians["plain"], 3),
+        "steps_between_events": arguments.steps_between_events or "default",
+        "repeats": {
+            way: [{name: float(f"{value:.5g}") for name, value in one.items()} for one in repeats]
+            for way, repeats in found.items()
+        },
+        "agents_to_plain": round(rates["agents"] / rates["plain"], 3),
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
     trainer.close()
     return 0
+
+
+class EngineSteps:
+    """Counts and times the steps of an engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.reset()
+        self._step, self._submit = engine.step, engine.submit
+        engine.step, engine.submit = self._timed, self._noted
+
+    def reset(self) -> None:
+        self.number, self.seconds, self.number_with_new, self._has_new = 0, 0.0, 0, False
+
+    def _timed(self) -> Any:
+        began = time.perf_counter()
+        found = self._step()
+        self.seconds += time.perf_counter() - began
+        self.number += 1
+        self.number_with_new += self._has_new
+        self._has_new = False
+        return found
+
+    def _noted(self, requests: Any) -> Any:
+        self._has_new |= bool(requests)
+        return self._submit(requests)
+
+
+def endpoint_cpu_s(episodes: Any) -> float:
+    """Returns the processor time of the process that serves the endpoint; 0 if it has none."""
+    import psutil
+
+    number = getattr(episodes._host, "process_id", None)
+    if number is None:
+        return 0.0
+    times = psutil.Process(number).cpu_times()
+    return float(times.user + times.system)
 
 
 def check(batch: Any, way: str, arguments: argparse.Namespace) -> int:
@@ -172,8 +234,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes of the agents")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
-        "--switch-interval-s", type=float, default=0.005, help="see sys.setswitchinterval"
+        "--steps-between-events",
+        type=int,
+        default=0,
+        help="engine steps between two exchanges of requests; 0 follows the usual rule",
     )
+    parser.add_argument("--profile", action="store_true", help="print profiles at the end")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -173,17 +173,13 @@ class AgentHost:
             raise error
         return found
 
-    def finish(self, done: Completion) -> None:
-        """Passes a finished turn to the program that waits for it."""
-        self._queue.finish([done])
+    def finish(self, completions: Iterable[Completion]) -> None:
+        """Passes finished turns to the programs that wait for them."""
+        self._queue.finish(completions)
 
     def abort(self, request_id: int) -> None:
         """Fails a requested turn."""
         self._queue.abort(request_id)
-
-    def next_request_id(self) -> int:
-        """Returns a number that no turn has."""
-        return self._sessions.next_request_id()
 
     def wait(self, timeout_s: float) -> None:
         """Waits until a turn is requested or an episode ends, at most `timeout_s` seconds."""

@@ -2,8 +2,7 @@
 not import torch.
 
 A program that asks is a *taker*; outside.py is one. The routes belong to the endpoint's server and
-need a token of their own, sent as `Authorization: Bearer TOKEN`. It is random unless the
-environment variable HYBRIDRL_TASK_TOKEN has one.
+need a token of their own, sent as `Authorization: Bearer TOKEN`.
 
 Tasks of evaluations are given first, and a taker may ask for one kind only. Tasks of training get
 no turn during an evaluation, so a taker must keep room for tasks of evaluations.
@@ -39,7 +38,7 @@ from aiohttp import web
 from hybridrl.agents.command import POLL_S, checked_report
 from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.http_requests import bearer_token, json_body
-from hybridrl.agents.tasks import TOKEN_VARIABLE, AgentClocks, AgentTask, Report, take_token
+from hybridrl.agents.tasks import TOKEN_VARIABLE, AgentClocks, AgentTask, Report
 from hybridrl.console import say
 from hybridrl.errors import UserError, short
 from hybridrl.rewards.outcome import WHERE
@@ -78,9 +77,11 @@ class TaskServer:
         address_file: File for the address and the token, which only this user can read. It exists
             while tasks can be fetched.
         replicas: Number of replicas of the run, each of which has such a file.
+        token: Token of the tasks, from the environment variable HYBRIDRL_TASK_TOKEN; by default a
+            random token.
 
     Raises:
-        UserError: The token in the environment variable is too short.
+        UserError: The token is too short.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class TaskServer:
         clocks: AgentClocks,
         address_file: Path,
         replicas: int = 1,
+        token: str | None = None,
     ) -> None:
         self._timeout_s, self._lease_s, self._address_file = timeout_s, lease_s, address_file
         self._replicas = replicas
-        self._token = take_token() or secrets.token_urlsafe(32)
+        self._token = token or secrets.token_urlsafe(32)
         if len(self._token) < MIN_TOKEN:
             raise UserError(
                 TOKEN_VARIABLE,

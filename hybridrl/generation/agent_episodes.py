@@ -15,6 +15,7 @@ records the version of the weights that sampled it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 
 from hybridrl.agents.backend import TurnRequest
 from hybridrl.agents.host import AgentHost, Assignment, Finished
+from hybridrl.agents.host_process import HostProcess
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError, error_text, failure_text
 from hybridrl.generation.responses import AgentResponse, AgentSequence, End, OpenAgent
@@ -31,8 +33,14 @@ from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.outcome import WHERE
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
+Host = AgentHost | HostProcess
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
+# With this many requests in the engine, new requests are passed to it in every second engine step,
+# with three times as many in every third, up to MAX_STEPS. A step in which a request begins takes
+# up to twice as long as others, because the engine cannot replay its graph of a whole step.
+REQUESTS_PER_STEP = 32
+MAX_STEPS = 8
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
 # Failures of episodes that reached a limit before a turn had finished.
 EARLY_LIMITS = {
@@ -117,7 +125,7 @@ class AgentEpisodes:
     def __init__(
         self,
         replica: ReplicaGroup,
-        host: AgentHost | None,
+        host: Host | None,
         seed: int,
         waits_s: float = LONGEST_WAIT_S,
         needs_report: bool = True,
@@ -132,10 +140,12 @@ class AgentEpisodes:
         # Key of the episode, by unfinished request that was passed to the engine.
         self._owners: dict[int, int] = {}
         self._stopped: tuple[int, ...] = ()
+        self._num_steps = 0  # since events were last exchanged
         # On the first rank only.
         self._held: list[TurnRequest] = []  # arrived while an evaluation uses the engine
         self._ended: list[Finished] = []  # of training, while an evaluation uses the engine
         self._last_turns: dict[int, _LastTurn] = {}  # by request
+        self._last_numbers = itertools.count(-1, -1)  # turns of programs have numbers from 0 on
         self._error: Exception | None = None  # raised on all ranks by the next `advance`
         if host is not None:
             host.sleep()
@@ -204,17 +214,27 @@ class AgentEpisodes:
         """
         if not self.is_waiting and not completions:
             return [], []
+        turns = [done for done in completions if done.request_id >= 0]
+        if self._host is not None and turns:
+            with self._noted_error():
+                self._host.finish(turns)
+        for done in completions:
+            self._owners.pop(done.request_id, None)
+        self._num_steps += 1
+        is_due = blocks or len(turns) < len(completions)
+        if not is_due and self._num_steps < self._steps_between_events():
+            return [], []
+        self._num_steps = 0
         news = _News()
         if self._host is not None:
+            last = [done for done in completions if done.request_id < 0]
             with self._noted_error():
-                news = self._collected(self._host, completions, blocks)
+                news = self._collected(self._host, last, blocks)
             if self._error is not None:
                 news = _News(error=_sendable(self._error))
         news = self._replica.broadcast_object(news)
         if news.error is not None:
             raise self._error or news.error
-        for done in completions:
-            self._owners.pop(done.request_id, None)
         self._stopped = tuple(n for n in news.stopped if n not in self._paused)
         for number in news.stopped:
             self._owners.pop(number, None)
@@ -324,14 +344,21 @@ class AgentEpisodes:
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
 
-    def _collected(self, host: AgentHost, completions: Sequence[Completion], blocks: bool) -> _News:
-        """Returns the events since the last call. Called on the first rank of the replica."""
+    def _steps_between_events(self) -> int:
+        """Returns the number of engine steps from one exchange of events to the next."""
+        return min(MAX_STEPS, 1 + len(self._owners) // REQUESTS_PER_STEP)
+
+    def _collected(self, host: Host, last: Sequence[Completion], blocks: bool) -> _News:
+        """Returns the events since the last call. Called on the first rank of the replica.
+
+        Args:
+            last: Completions of `_last_turn` requests.
+        """
         responses = []
-        for done in completions:
-            if (last := self._last_turns.pop(done.request_id, None)) is not None:
-                responses.append((last.key, self._response_without_turn(last, done)))
-            else:
-                host.finish(done)
+        for done in last:
+            if (substitute := self._last_turns.pop(done.request_id, None)) is not None:
+                response = self._response_without_turn(substitute, done)
+                responses.append((substitute.key, response))
         if blocks and not responses and not self._has_events():
             host.wait(LONGEST_WAIT_S if self._is_evaluation else self._waits_s)
         arrivals = host.take()
@@ -346,7 +373,7 @@ class AgentEpisodes:
             elif finished.result.rows:
                 responses.append((finished.key, self._response(episode, finished)))
             else:
-                requests.append((episode.key, self._last_turn(host, episode, finished)))
+                requests.append((episode.key, self._last_turn(episode, finished)))
         over = {key for key, _ in responses} | {one.key for one in self._last_turns.values()}
         held, self._held = [*self._held, *arrivals.requests], []
         for turn in held:
@@ -363,7 +390,7 @@ class AgentEpisodes:
         # the last call of the round.
         unwanted = {*arrivals.aborted}
         unwanted |= {n for n, key in self._owners.items() if key in over}
-        unwanted -= self._last_turns.keys() | {done.request_id for done in completions}
+        unwanted -= self._last_turns.keys()
         stopped = tuple(number for number in self._owners if number in unwanted)
         return _News(tuple(requests), stopped, tuple(responses))
 
@@ -379,11 +406,11 @@ class AgentEpisodes:
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn.turn)
         return Request(turn.request_id, turn.tokens, seed, sampling)
 
-    def _last_turn(self, host: AgentHost, episode: _Episode, finished: Finished) -> Request:
+    def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
         """Returns the request for one token after the prompt, because a response needs at least one
         token. The response counts as a failure.
         """
-        number = host.next_request_id()
+        number = next(self._last_numbers)
         self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
         seed = request_seed(self._seed, episode.step, episode.sample_id)
         at_least = min(episode.sampling.min_new_tokens, 1)

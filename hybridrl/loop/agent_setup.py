@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import ipaddress
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.agents.backend import SamplingTerms, TurnQueue
-from hybridrl.agents.chat_template import ChatTemplate
-from hybridrl.agents.check import check_agent, find_picker
-from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs
-from hybridrl.agents.functions import FunctionRunner
-from hybridrl.agents.host import AgentHost
-from hybridrl.agents.samples import Budgets
-from hybridrl.agents.sessions import Sessions
-from hybridrl.agents.tasks import AgentClocks, Runner, take_token
-from hybridrl.agents.template_check import template_notes
-from hybridrl.agents.tool_formats import TurnReader
+from hybridrl.agents.backend import SamplingTerms
+from hybridrl.agents.host_process import CannotMove, HostProcess
+from hybridrl.agents.host_settings import HostSettings, make_host
+from hybridrl.agents.tasks import take_token
 from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, UserError
-from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes
+from hybridrl.errors import UserError
+from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes, Host
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.registry import ENGINES
-
-if TYPE_CHECKING:
-    from hybridrl.agents.task_server import TaskServer
-
-MODEL_NAME = "policy"
 
 
 def make_agent_episodes(
@@ -62,7 +48,8 @@ def make_agent_episodes(
         host = None
         check_hosts(config.agent, world.num_hosts)
         if replica.is_first:
-            host, agreement.value = _host(config, world.rank, replica, tokenizer, ends, vocab_size)
+            settings = _settings(config, world.rank, replica, tokenizer, ends, vocab_size)
+            host, agreement.value = _host(settings)
         elif config.agent.server:
             take_token()
     for note in next((notes for notes in agreement.values if notes), ()):
@@ -94,107 +81,51 @@ def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
         )
 
 
-def _host(
+def _host(settings: HostSettings) -> tuple[Host, list[str]]:
+    """Returns the host of this rank's replica, and notes for the user."""
+    try:
+        host = HostProcess(settings)
+    except CannotMove as error:
+        found, notes = make_host(settings)
+        note = "the endpoint slows the engine, because it runs in the same process: the tokenizer "
+        return found, [*notes, f"{note}cannot be sent to another process ({error})"]
+    return host, list(host.notes)
+
+
+def _settings(
     config: Config,
     rank: int,
     group: ReplicaGroup,
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
-) -> tuple[AgentHost, list[str]]:
-    """Returns the host of this rank's replica, and notes on the chat template."""
-    replica = group.number
-    assert replica is not None
-    agent, rollout, logs = config.agent, config.rollout, run_folder(config) / "logs"
-    if found := check_agent(agent):
-        raise ConfigError(found)
-    # aiohttp is an optional package, which `check_agent` requires.
-    from hybridrl.agents.endpoint import Endpoint
-
-    # The endpoint renders in its own thread, and tokenizers must not be shared by threads.
-    own = copy.deepcopy(tokenizer)
-    has_template = bool(getattr(own, "chat_template", None))
-    template = ChatTemplate(own, ends, config.data.template_arguments) if has_template else None
-    sessions = Sessions(config.longest_request(), template)
-    terms = SamplingTerms(
-        temperature=rollout.temperature,
-        max_context=config.longest_request(),
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
-        max_stop_tokens=max_stop_tokens(rollout, ends),
-    )
-    queue, clocks = TurnQueue(terms), AgentClocks()
-    reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
-    notes = [] if template is None else template_notes(template, reader)
-    tasks: TaskServer | None = None
-    if agent.server:
-        from hybridrl.agents.task_server import TaskServer
-
-        tasks = TaskServer(
-            timeout_s=agent.timeout_s,
-            lease_s=agent.lease_s,
-            clocks=clocks,
-            address_file=run_folder(config) / "agents" / f"replica_{replica}.json",
-            replicas=group.num_replicas,
-        )
-    endpoint = Endpoint(
-        sessions,
-        queue,
-        own,
+) -> HostSettings:
+    rollout = config.rollout
+    assert group.number is not None
+    return HostSettings(
+        agent=config.agent,
+        tokenizer=tokenizer,
+        ends=ends,
         vocab_size=vocab_size,
-        host=agent.host,
-        port=agent.port + replica if agent.port else 0,
-        reader=reader,
-        model=MODEL_NAME,
-        more_routes=() if tasks is None else tasks.routes(),
-    ).start()
-    if tasks is not None:
-        tasks.publish(endpoint.url)
-        notes.append(f"programs can fetch tasks; see {run_folder(config) / 'agents'}")
-    host = AgentHost(
-        sessions=sessions,
-        queue=queue,
-        endpoint=endpoint,
-        runner=tasks or _runner(agent, clocks, EpisodeLogs(logs / "agents", agent.log_steps)),
-        clocks=clocks,
-        model=MODEL_NAME,
-        budgets=Budgets(
-            max_turns=agent.max_turns,
-            max_turn_tokens=agent.max_turn_tokens,
-            max_sampled_tokens=agent.max_sampled_tokens,
-            max_row_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        terms=SamplingTerms(
+            temperature=rollout.temperature,
+            max_context=config.longest_request(),
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            takes_stop_strings=ENGINES[rollout.engine].ends_by_text,
+            max_stop_tokens=max_stop_tokens(rollout, ends),
         ),
-        picker=find_picker(agent),
-        concurrency=agent.concurrency,
-        status_file=logs / f"rank_{rank}.agents",
+        max_row_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
+        template_arguments=config.data.template_arguments,
+        run_folder=run_folder(config),
+        rank=rank,
+        replica=group.number,
+        num_replicas=group.num_replicas,
+        task_token=take_token() if config.agent.server else None,
     )
-    return host, notes
 
 
 def max_stop_tokens(rollout: RolloutConfig, ends: tuple[int, ...]) -> int | None:
     """Returns how many stop tokens a client may add to `ends`; None means any number."""
     most = ENGINES[rollout.engine].max_stop_tokens
     return None if most is None or not rollout.min_new_tokens else max(0, most - len(ends))
-
-
-def _runner(agent: AgentConfig, clocks: AgentClocks, logs: EpisodeLogs) -> Runner:
-    if agent.function is not None:
-        return FunctionRunner(
-            path=agent.function,
-            python=agent.python,
-            options=agent.options,
-            workers=agent.workers,
-            timeout_s=agent.timeout_s,
-            clocks=clocks,
-            logs=logs,
-        )
-    assert agent.command is not None
-    return CommandRunner(
-        command=agent.command,
-        env=agent.env,
-        timeout_s=agent.timeout_s,
-        clocks=clocks,
-        logs=logs,
-        sandbox=Bubblewrap() if agent.sandbox == "bubblewrap" else None,
-    )

@@ -115,6 +115,28 @@ def test_a_turn_shorter_than_the_minimum_lowers_the_minimum(tmp_path: Path) -> N
     assert sorted(lengths) == [(1, 1), (5, 5), (8, 20)]
 
 
+def test_with_many_requests_new_ones_begin_together(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start(2)
+    numbers = [replica.request() for _ in range(70)]
+    assert len(replica.advance()[1]) == 70
+    numbers.append(replica.request())
+    assert replica.advance() == ([], [], [])  # the engine steps three times before it gets more
+    done = [completion(number) for number in numbers[:10]]  # fewer requests, so every second step
+    assert [one.request_id for one in replica.advance(*done)[1]] == numbers[-1:]
+    number = replica.request()
+    assert replica.advance()[1] == []
+    responses, requests = replica.first.advance((), blocks=True)  # the engine has no work
+    assert [one.request_id for one in requests] == [number] and not responses
+    assert replica.second.advance((), True) == (responses, requests)
+    replica.runner.done[1](Report(1.0))  # without a turn
+    replica.advance()
+    (request,) = replica.advance()[1]
+    assert request.request_id < 0 and request.sampling.max_new_tokens == 1
+    (response,) = replica.advance(completion(request.request_id))[0]  # not two steps later
+    assert response.is_substitute
+
+
 def test_only_engines_with_a_maximum_limit_stop_tokens() -> None:
     rollout = RolloutConfig(engine="vllm", min_new_tokens=4)
     assert max_stop_tokens(rollout, (1, 2)) == 126

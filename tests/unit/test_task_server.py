@@ -29,7 +29,7 @@ from test_agent_runners import NoEndpoint, host_of, task_of, wait_for
 from hybridrl.agents import outside, task_server
 from hybridrl.agents.host import AgentHost, Assignment
 from hybridrl.agents.task_server import MAX_LOST, TaskServer
-from hybridrl.agents.tasks import AgentClocks, Report
+from hybridrl.agents.tasks import AgentClocks, Report, take_token
 from hybridrl.config.agent import AgentConfig
 from hybridrl.errors import UserError
 from hybridrl.loop.agent_setup import check_hosts
@@ -70,11 +70,17 @@ class Run:
 
 @contextmanager
 def a_run(
-    folder: Path, lease_s: float = 60.0, timeout_s: float = 60.0, number: int = 0
+    folder: Path,
+    lease_s: float = 60.0,
+    timeout_s: float = 60.0,
+    number: int = 0,
+    own_token: str | None = None,
 ) -> Iterator[Run]:
     clocks = AgentClocks()
     file = folder / "agents" / f"replica_{number}.json"
-    tasks = TaskServer(timeout_s=timeout_s, lease_s=lease_s, clocks=clocks, address_file=file)
+    tasks = TaskServer(
+        timeout_s=timeout_s, lease_s=lease_s, clocks=clocks, address_file=file, token=own_token
+    )
     with Served(more_routes=tasks.routes()) as served:
         tasks.publish(served.endpoint.url)
         token = json.loads(file.read_text())["token"]
@@ -122,11 +128,13 @@ def test_only_the_token_of_the_run_gets_tasks(tmp_path: Path, monkeypatch: Any) 
         ):
             assert run.refused(path, body) == 400
         assert len(run.post("take", {})["tasks"]) == 1
-    monkeypatch.setenv("HYBRIDRL_TASK_TOKEN", "short")
-    with pytest.raises(UserError, match="at least 16 random characters"), a_run(tmp_path):
+    with (
+        pytest.raises(UserError, match="at least 16 random characters"),
+        a_run(tmp_path, own_token="short"),
+    ):
         pass
     monkeypatch.setenv("HYBRIDRL_TASK_TOKEN", "a-token-of-the-user")
-    with a_run(tmp_path) as run:
+    with a_run(tmp_path, own_token=take_token()) as run:
         assert run.token == "a-token-of-the-user"
     assert "HYBRIDRL_TASK_TOKEN" not in os.environ
 
