@@ -71,7 +71,9 @@ def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     blocks = weight.double().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     largest = blocks.abs().amax((1, 3))
-    scales = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    # log2 of a GPU is not exact, not even for powers of two.
+    fractions, exponents = torch.frexp(largest / 448)
+    scales = torch.ldexp(torch.ones_like(largest), exponents - (fractions == 0.5).int())
     scales = torch.where(largest > 0, scales, torch.ones_like(scales))
     quantized = (blocks / scales[:, None, :, None]).float().to(FP8).view(rows, columns)
     return quantized, scales.float()
