@@ -37,6 +37,8 @@ from transformers import (
     OlmoForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -161,6 +163,26 @@ WITH_IMAGES = {
         "deepstack_visual_indexes": [0, 2],
     },
 }
+# Windows of 2 x 2 tokens in all but the second of the tower's layers.
+WITH_WINDOWS = {
+    **{key: value for key, value in WITH_IMAGES.items() if key.endswith("token_id")},
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "mrope_section": [2, 3, 3],
+        },
+    },
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
 # What vLLM's kernels have on CPU.
 WIDE_HYBRID = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
@@ -231,7 +253,8 @@ def tiny_model(
     size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
-    positions), qwen3_vl (a vision tower), qwen3_5_text (gated delta nets and gated attention),
+    positions), qwen3_vl (a vision tower), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
+    (gated delta nets and gated attention),
     qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe (biases, a shared
     expert with its gate), olmoe (norms of queries and keys over all heads), glm4_moe (a part of
     each head turns, a dense first layer, a shared expert), deepseek_v3 (latent attention, scaled
@@ -315,6 +338,13 @@ def tiny_model(
             own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**own))
+    elif name == "qwen2_5_vl":
+        own = copy.deepcopy(WITH_WINDOWS) | {"text_config": sizes | WITH_WINDOWS["text_config"]}
+        if wide:
+            rope = WITH_WINDOWS["text_config"]["rope_parameters"] | {"mrope_section": [4, 6, 6]}
+            own["text_config"] |= {"rope_parameters": rope}
+        own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**own))
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
     else:
@@ -322,7 +352,9 @@ def tiny_model(
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_norm = "norm" in parameter_name and not name.startswith(CENTERED)
+        is_norm = ("norm" in parameter_name or "ln_q" in parameter_name) and not name.startswith(
+            CENTERED
+        )
         # The norm in a gated delta net is not centered. Larger decays would forget too soon.
         shift = 1.0 if is_norm or "linear_attn.norm" in parameter_name else 0.0
         shift = -1.5 if parameter_name.endswith("A_log") else shift

@@ -17,7 +17,19 @@ from hybridrl.errors import MISSING, ModelError
 # Key that contains the original config.json. Keys that start with "_" have no effect elsewhere.
 WRAPPER, TEXT = "_wrapper", "text_config"
 PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
-VISUAL = "model.visual."  # prefix of a vision tower's tensors
+VISUAL, SHORT_VISUAL = "model.visual.", "visual."  # prefixes of a vision tower's tensors
+# Keys of a wrapper that do not describe its text part.
+_OF_WRAPPER = (
+    "architectures",
+    "image_token_id",
+    "model_type",
+    "text_config",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+    "vision_token_id",
+)
 # Keys of the wrapper that also describe the text part.
 _NOT_OF_TEXT = ("dtype", "torch_dtype", "model_type")
 COMMON = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version")
@@ -30,11 +42,15 @@ class TextPart:
     Args:
         model_type, architecture: Entries of config.json with which the model is read.
         text_type: `model_type` of the text part in the file.
+        has_short_names: Whether files name the tensors of the text part `model.*`, and those of the
+            vision tower `visual.*`. Published files of such a model have the text part's sizes at
+            the top level of config.json.
     """
 
     model_type: str
     architecture: str
     text_type: str
+    has_short_names: bool = False
 
     @property
     def has_images(self) -> bool:
@@ -44,6 +60,12 @@ class TextPart:
 
 # By the wrapper's model_type.
 WRAPPED: Mapping[str, TextPart] = {
+    "qwen2_5_vl": TextPart(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl_text",
+        has_short_names=True,
+    ),
     "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_vl": TextPart("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
@@ -60,6 +82,8 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
     if part is None or WRAPPER in content:  # or it was read before, and stored in a checkpoint
         return content
     nested = content.get(TEXT)
+    if nested is None and part.has_short_names:
+        nested = {key: value for key, value in content.items() if key not in _OF_WRAPPER}
     if not isinstance(nested, dict):
         raise _fault(TEXT, MISSING if nested is None else nested, "the text model's sizes")
     if nested.get("model_type", part.text_type) != part.text_type:
@@ -86,9 +110,14 @@ def without_wrapper(content: Mapping[str, Any]) -> dict[str, Any]:
 def wrapped(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the multimodal model's config.json with this text part, without its data type."""
     original = content[WRAPPER]
-    kept = [key for key in original[TEXT] if key in content and key not in _NOT_OF_TEXT]
     part = WRAPPED[original["model_type"]]
+    is_flat = original.get(TEXT) is None
+    given = original if is_flat else original[TEXT]
+    left_out = _OF_WRAPPER if is_flat else ()
+    kept = [key for key in given if key in content and key not in (*_NOT_OF_TEXT, *left_out)]
     text = {key: content[key] for key in kept}
+    if is_flat:
+        return {**original, **text}
     return {**original, TEXT: {**text, "model_type": part.text_type}}
 
 
@@ -98,15 +127,29 @@ def has_images(content: Mapping[str, Any]) -> bool:
 
 
 def wrapped_name(name: str) -> str:
-    """Returns the name of a tensor of the text part, or of a vision tower, in a multimodal model's
-    files.
+    """Returns the name of a tensor of the text part, or of a vision tower, in transformers' module
+    of a multimodal model, and in most models' files.
     """
     is_renamed = name.startswith(PREFIX) and not name.startswith(VISUAL)
     return f"{WRAPPED_PREFIX}{name.removeprefix(PREFIX)}" if is_renamed else name
 
 
+def name_in_files(name: str, content: Mapping[str, Any]) -> str:
+    """Returns the name of such a tensor in a multimodal model's files.
+
+    Args:
+        content: The multimodal model's config.json.
+    """
+    part = WRAPPED.get(content.get("model_type", ""))
+    if part is None or not part.has_short_names:
+        return wrapped_name(name)
+    return f"{SHORT_VISUAL}{name.removeprefix(VISUAL)}" if name.startswith(VISUAL) else name
+
+
 def text_name(name: str) -> str:
     """Returns the name in a weight table of a tensor that a multimodal model names so."""
+    if name.startswith(SHORT_VISUAL):
+        return f"{VISUAL}{name.removeprefix(SHORT_VISUAL)}"
     is_renamed = name.startswith(WRAPPED_PREFIX)
     return f"{PREFIX}{name.removeprefix(WRAPPED_PREFIX)}" if is_renamed else name
 

@@ -80,7 +80,7 @@ def export_hf(
     partial = peers.broadcast_object(None if writer is None else writer.partial.absolute(), 0)
     sees = peers.gather_objects(partial.is_dir())
     writers = [rank for rank, does_see in enumerate(sees) if does_see]
-    places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES, kept)
+    places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES, config, kept)
     written: list[str] = []
     try:
         for name, tensor in gather_tensors(source, shapes, dtype, peers, writers):

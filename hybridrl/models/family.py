@@ -123,7 +123,9 @@ class Rotary:
         has_whole_bounds: Whether YaRN rounds the dimensions at which it begins and ends to
             interpolate to whole numbers.
         sections: Number of frequencies that belong to time, height and width, for models in which
-            each token has three positions; the frequencies alternate. Empty for other models.
+            each token has three positions. Empty for other models.
+        has_alternating_sections: Whether these frequencies alternate; otherwise those of time come
+            first, then those of height.
     """
 
     base: float
@@ -139,6 +141,7 @@ class Rotary:
     local: Rotary | None = None
     has_whole_bounds: bool = True
     sections: tuple[int, ...] = ()
+    has_alternating_sections: bool = True
 
     @property
     def magnitude(self) -> float:

@@ -474,6 +474,7 @@ def _fused_name(row: Row) -> str:
         name = name.replace(".in_proj_qkv.", ".in_proj_qkvz.")
         return name.replace(".in_proj_b.", ".in_proj_ba.")
     if row.kind == "replicated" and len(row.parts) > 1:
+        name = name.replace(".gate_proj.", ".gate_up_proj.")  # of a vision tower
         return name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
     return name
 

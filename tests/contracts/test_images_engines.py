@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,27 @@ PROMPTS: list[dict[int, tuple[int, int, int]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, and the directory with its configuration and its processor's files."""
+
+    name: str
+    folder: Path
+
+    def model(self, seed: int) -> Any:
+        # Heads of a size for which vLLM has kernels on CPU.
+        return tiny_model(self.name, seed, wide=True).eval()
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)]
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     root = tmp_path_factory.mktemp("images")
-    model(0).save_pretrained(root)
+    found = Case(request.param, root)
+    found.model(0).save_pretrained(root)
     save_processor(root)
-    return root
-
-
-def model(seed: int) -> Any:
-    # Heads of a size for which vLLM has kernels on CPU.
-    return tiny_model("qwen3_vl", seed, wide=True).eval()
+    return found
 
 
 def started_vllm(folder: Path) -> Any:
@@ -68,7 +78,8 @@ def started_vllm(folder: Path) -> Any:
 @pytest.fixture(
     scope="module", params=["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
 )
-def engine(request: pytest.FixtureRequest, folder: Path, process_group: None) -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest, case: Case, process_group: None) -> Iterator[Any]:
+    folder = case.folder
     if request.param == "hf":
         hf_config = read_config(folder)
         family, _ = read_model(None, hf_config)
@@ -121,22 +132,22 @@ def expected(oracle: Any, folder: Path, request: Request) -> tuple[list[int], li
     return drawn, logps
 
 
-def test_greedy_equals_transformers_after_two_updates(engine: Any, folder: Path) -> None:
-    asked = requests(folder)
+def test_greedy_equals_transformers_after_two_updates(engine: Any, case: Case) -> None:
+    asked = requests(case.folder)
     for seed in (1, 2):
-        oracle = model(seed)
+        oracle = case.model(seed)
         write_weights(engine, oracle, version=seed)
         for request, done in zip(asked, generate(engine, asked), strict=True):
-            tokens, logps = expected(oracle, folder, request)
+            tokens, logps = expected(oracle, case.folder, request)
             assert list(done.tokens) == tokens, request.request_id
             assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
 
 
-def test_equal_tokens_with_other_images_have_other_responses(engine: Any, folder: Path) -> None:
-    write_weights(engine, model(1), version=3)
-    request = requests(folder)[0]
-    _, shape = read_model(None, read_config(folder))
-    processor = processor_of(folder, shape.vision)
+def test_equal_tokens_with_other_images_have_other_responses(engine: Any, case: Case) -> None:
+    write_weights(engine, case.model(1), version=3)
+    request = requests(case.folder)[0]
+    _, shape = read_model(None, read_config(case.folder))
+    processor = processor_of(case.folder, shape.vision)
     (content,) = request.contents
     other = replace(processor.content(file_of(picture(9, 17, 25))), start=content.start)
     both = [request, replace(request, request_id=1, contents=(other,))]
@@ -144,9 +155,9 @@ def test_equal_tokens_with_other_images_have_other_responses(engine: Any, folder
     assert first.logps != second.logps
 
 
-def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, folder: Path) -> None:
-    write_weights(engine, model(1), version=4)
-    asked = requests(folder)[:3]
+def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, case: Case) -> None:
+    write_weights(engine, case.model(1), version=4)
+    asked = requests(case.folder)[:3]
     whole = generate(engine, asked)
     engine.submit(asked)
     for _ in range(4):
@@ -154,7 +165,7 @@ def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, fo
     begun = engine.pending()
     assert all(request.contents == one.contents for request, one in zip(begun, asked, strict=True))
     engine.clear()
-    write_weights(engine, model(1), version=5)
+    write_weights(engine, case.model(1), version=5)
     for done, one in zip(generate(engine, begun), whole, strict=True):
         assert done.tokens == one.tokens
         assert done.logps == pytest.approx(one.logps, abs=LOGP_TOLERANCE)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from parity_worker import gradients_in_hf_names, objective, on_disk
 from safetensors.torch import load_file, save_file
 from tiny_images import TOKEN, file_of, picture, processor_of, with_images
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridrl.config.schema import TrainConfig
@@ -111,17 +111,16 @@ def oracle_pass(oracle: Any, processor: Any, prompt: Prompt) -> torch.Tensor:
     embedded = oracle.get_input_embeddings()(tokens)[None]
     mask = (kinds == 1)[None]
     embedded = embedded.masked_scatter(mask[..., None], torch.cat(found.pooler_output))
-    hidden = oracle.model.language_model(
-        inputs_embeds=embedded,
-        position_ids=positions,
-        visual_pos_masks=mask,
-        deepstack_visual_embeds=[torch.cat(one) for one in found.deepstack_features],
-    )
+    more: dict[str, Any] = {}
+    if hasattr(found, "deepstack_features"):  # Qwen3-VL
+        deep = [torch.cat(one) for one in found.deepstack_features]
+        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+    hidden = oracle.model.language_model(inputs_embeds=embedded, position_ids=positions, **more)
     return oracle.lm_head(hidden.last_hidden_state[0])
 
 
 def check_against_transformers(folder: Path, batch, logp_T, gradients) -> None:
-    oracle = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     loss, expected_T = torch.zeros(()), torch.zeros(batch.num_tokens)
     offsets = batch.offsets.tolist()

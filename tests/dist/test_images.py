@@ -13,11 +13,13 @@ WORKER = str(Path(__file__).with_name("images_worker.py"))
 ORDER = "tp-cp-ep-dp-pp"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)]
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images")
-    save_tiny_models(root, ("qwen3_vl",))
-    folder = root / "qwen3_vl"
+    save_tiny_models(root, (request.param,))
+    folder = root / request.param
     save_processor(folder)
     run_ranks(1, WORKER, ["reference", str(folder)], timeout_s=200)
     return folder

@@ -30,6 +30,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5TextConfig,
@@ -121,7 +122,30 @@ WITH_IMAGES: dict[str, PreTrainedConfig] = {
         image_token_id=3,
         vision_start_token_id=4,
         vision_end_token_id=5,
-    )
+    ),
+    "qwen2_5_vl": Qwen2_5_VLConfig(
+        text_config={key: value for key, value in SIZES.items() if key != "head_dim"}
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            }
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "out_hidden_size": SIZES["hidden_size"],
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=3,
+        vision_start_token_id=4,
+        vision_end_token_id=5,
+    ),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
@@ -225,6 +249,11 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
     with HfWriter(out, shapes, torch.float32, config, max_shard_bytes=40_000) as writer:
         for key in reversed(shapes):  # any order will do
             writer.write(key, back[key])
+    given, written = (
+        {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+        for folder in (tmp_path / "in", out)
+    )
+    assert written == given
     again = type(model).from_pretrained(out)
     assert read_config(out)["architectures"] == [type(model).__name__]
     assert without_origin(again.config.to_dict()) == without_origin(model.config.to_dict())

@@ -44,7 +44,9 @@ from hybridrl.models.vision.images import (
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import pixel_values
 
-VISION = VisionShape({}, image_token=3, start_token=2, end_token=4, patch_size=4, merge_size=2)
+VISION = VisionShape(
+    "qwen3_vl", {}, image_token=3, start_token=2, end_token=4, patch_size=4, merge_size=2
+)
 WORDS = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "what", "is")
 PICTURE = picture(1, 24, 16)
 PNG = file_of(PICTURE)

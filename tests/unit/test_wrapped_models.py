@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers import AutoConfig
 
 from hybridrl.config.wrapped_models import text_part, wrapped, wrapped_name
 from hybridrl.errors import CheckpointError, ModelError
@@ -17,6 +19,7 @@ from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.shards import HfWriter, KeptTensors, allocate, load_hf
+from hybridrl.models.megatron.rotary_positions import axes_of
 from hybridrl.models.mixers import DeltaShape, mixer_rules
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
@@ -52,6 +55,95 @@ def test_real_models_have_the_sizes_of_their_names(name: str) -> None:
     one, two = (forward_flops(shape, [length], 0) for length in (1, 2))
     attention = 2 * shape.num_heads * 2 * shape.head_dim * shape.num_attention_layers
     assert two - 2 * one == attention  # one more pair
+
+
+# Qwen/Qwen2.5-VL-7B-Instruct, whose text part is at the top level.
+QWEN2_5_VL: dict[str, object] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152064,
+}
+
+
+def test_a_text_part_at_the_top_level_is_read_and_restored() -> None:
+    content = text_part(QWEN2_5_VL)
+    assert text_part(content) == content
+    assert wrapped(content) == QWEN2_5_VL
+    family, shape = read_model(None, content)
+    assert family.name == "qwen2_5_vl"
+    assert shape.vision is not None
+    assert shape.vision.num_parameters == 676_550_144
+    total = sum(torch.Size(size).numel() for size in hf_shapes(family, shape).values())
+    assert total == 8_292_166_656
+    rotary = family.model_keywords(content)["rotary"]
+    axes = axes_of(rotary)
+    assert [*axes[:17], *axes[39:41]] == [0] * 16 + [1, 1, 2]
+    # Others see the sizes that they know.
+    parsed = AutoConfig.for_model(**copy.deepcopy(QWEN2_5_VL))
+    assert parsed.vision_config.hidden_size == shape.vision.config["hidden_size"]
+    assert parsed.text_config.num_hidden_layers == shape.num_layers
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"window_size": 100}, r"vision_config\.window_size"),
+        ({"in_chans": 4}, r"in_chans"),
+        ({"spatial_patch_size": 16}, r"spatial_patch_size"),
+        ({"fullatt_block_indexes": [32]}, r"vision_config\.fullatt_block_indexes"),
+        ({"out_hidden_size": 2048}, r"vision_config\.out_hidden_size"),
+        ({"hidden_act": "gelu"}, r"hidden_act"),
+        ({"depths": 3}, r"vision_config\.depths"),
+    ],
+)
+def test_towers_that_transformers_would_build_differently_are_refused(
+    change: dict[str, object], key: str
+) -> None:
+    vision = {**QWEN2_5_VL["vision_config"], **change}  # type: ignore[dict-item]
+    with pytest.raises(ModelError, match=key):
+        read_model(None, text_part({**QWEN2_5_VL, "vision_config": vision}))
 
 
 def test_layouts_that_split_a_recurrence_are_refused() -> None:

@@ -7,6 +7,7 @@ FAMILIES: dict[str, str] = {
     "qwen3_vl": "hybridrl.models.families.qwen3_vl:FAMILY",
     "qwen3_5_text": "hybridrl.models.families.qwen3_5:FAMILY",
     "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
+    "qwen2_5_vl": "hybridrl.models.families.qwen2_5_vl:FAMILY",
     "qwen2_moe": "hybridrl.models.families.qwen2_moe:FAMILY",
     "glm4_moe": "hybridrl.models.families.glm4_moe:FAMILY",
     "olmoe": "hybridrl.models.families.olmoe:FAMILY",

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
-from hybridrl.config.wrapped_models import WRAPPED_PREFIX, text_name
+from hybridrl.config.wrapped_models import SHORT_VISUAL, WRAPPED_PREFIX, text_name
 from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
@@ -105,7 +105,10 @@ class HfHeaders:
                     f"the tensor, according to {INDEX_FILE}",
                     "Fetch or export the model again.",
                 )
-        for stored in [name for name in self.files if name.startswith(WRAPPED_PREFIX)]:
+        wrapped = [name for name in self.files if name.startswith(WRAPPED_PREFIX)]
+        # Without such names, a tower with a short prefix is part of the model (Qwen2.5-VL).
+        towers = [] if wrapped else [n for n in self.files if n.startswith(SHORT_VISUAL)]
+        for stored in (*wrapped, *towers):
             self._rename(stored, text_name(stored))
         self._join_quantized()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.wrapped_models import VISUAL, WRAPPED_PREFIX, wrapped_name
+from hybridrl.config.wrapped_models import VISUAL, WRAPPED_PREFIX, name_in_files
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
@@ -215,6 +215,7 @@ class HfPlaces:
             (stored_slices.py) are written to one tensor.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
+        config: Content of config.json.
         kept: Tensors to write in addition, with their own types.
     """
 
@@ -223,6 +224,7 @@ class HfPlaces:
         shapes: Mapping[str, Shape],
         dtype: torch.dtype,
         max_shard_bytes: int,
+        config: Mapping[str, Any],
         kept: KeptTensors | None = None,
     ) -> None:
         stored = stored_shapes(shapes)
@@ -236,7 +238,7 @@ class HfPlaces:
         others = () if kept is None else kept.shapes
         # Name of each tensor in the files.
         self._names = {
-            name: wrapped_name(name) if is_wrapped and name not in others else name
+            name: name_in_files(name, config) if is_wrapped and name not in others else name
             for name in stored
         }
         shards: list[list[str]] = [[]]
@@ -355,7 +357,7 @@ class HfWriter:
                 "Choose another directory or remove this one.",
             )
         self._missing = {*shapes, *(() if kept is None else kept.shapes)}
-        self._places = HfPlaces(shapes, dtype, max_shard_bytes, kept)
+        self._places = HfPlaces(shapes, dtype, max_shard_bytes, config, kept)
         self.partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
         self.partial.mkdir(parents=True)
         try:

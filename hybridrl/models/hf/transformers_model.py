@@ -5,6 +5,7 @@ Selects the keys that are passed to transformers, and raises errors for models t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,8 @@ def transformers_model(
     }
     cuda = [device.index or 0] if device.type == "cuda" else []
     try:
+        # transformers changes nested objects, such as rotary parameters.
+        fields = copy.deepcopy(fields)
         config = AutoConfig.for_model(model_config.get("model_type"), **fields, **NO_TOKENS)
         has_cap = getattr(config, "attn_logit_softcapping", None) is not None
         classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING

@@ -80,7 +80,7 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
     size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
     frequencies = rotary_frequencies(rotary, size)
     if rotary.sections:
-        model.rotary_pos_emb = AlternatingAngles(frequencies.to(device), rotary.sections)
+        model.rotary_pos_emb = AnglesOfThree(frequencies.to(device), axes_of(rotary))
         return
     if rotary.local is not None:
         frequencies = torch.cat((frequencies, rotary_frequencies(rotary.local, size)))
@@ -93,25 +93,36 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
             _scale_rotated(part, rotary.magnitude)
 
 
-class AlternatingAngles(torch.nn.Module):
-    """Angles of tokens with three positions (time, height, width), whose frequencies alternate.
+def axes_of(rotary: Rotary) -> torch.Tensor:
+    """Returns the axis of each frequency, (F,): 0 for time, 1 for height, 2 for width.
 
-    Frequency i belongs to height if i % 3 is 1, and to width if i % 3 is 2, up to three times the
-    size of their sections; all others belong to time (transformers, modeling_qwen3_vl.py).
-    Megatron's own class (0.16.1, MultimodalRotaryEmbedding) has contiguous sections.
+    If they alternate, frequency i belongs to height if i % 3 is 1, and to width if i % 3 is 2, up
+    to three times the size of their sections; all others belong to time (transformers,
+    modeling_qwen3_vl.py). Otherwise, sections are contiguous (modeling_qwen2_5_vl.py).
+    """
+    sizes = torch.tensor(rotary.sections)
+    if not rotary.has_alternating_sections:
+        return torch.arange(3).repeat_interleave(sizes)
+    axis_F = torch.zeros(int(sizes.sum()), dtype=torch.int64)
+    for axis in (1, 2):
+        axis_F[axis : 3 * rotary.sections[axis] : 3] = axis
+    return axis_F
+
+
+class AnglesOfThree(torch.nn.Module):
+    """Angles of tokens with three positions: time, height and width.
+
+    Megatron's own class (0.16.1, MultimodalRotaryEmbedding) has contiguous sections only.
 
     Args:
         frequencies: Radians per position, (F,) fp32.
-        sections: Number of frequencies for time, height and width.
+        axis_F: Axis of each frequency.
     """
 
-    def __init__(self, frequencies: torch.Tensor, sections: tuple[int, ...]) -> None:
+    def __init__(self, frequencies: torch.Tensor, axis_F: torch.Tensor) -> None:
         super().__init__()
         self.inv_freq = frequencies
-        axis_F = torch.zeros(len(frequencies), dtype=torch.int64, device=frequencies.device)
-        for axis in (1, 2):
-            axis_F[axis : 3 * sections[axis] : 3] = axis
-        self._axis_F = axis_F
+        self._axis_F = axis_F.to(frequencies.device)
 
     def forward(self, position_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Returns the angles, (S, B, 1, 2 F), for positions (3, B, S)."""

@@ -2,7 +2,7 @@
 
 A tower turns the patches of an image into features, which replace the embeddings of the image's
 placeholder tokens. Every tensor-parallel rank of the first pipeline stage holds a whole tower,
-whose modules are those of transformers.
+whose modules are those of transformers, with fused gates as in engines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 PARAMETER = "vision."
 """Prefix of a tower's Megatron parameters."""
+GATE_UP = ".gate_up_proj."
+"""Part of the name of a parameter that concatenates two tensors of files: gate_proj, up_proj."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class VisionShape:
     """Sizes of a vision tower.
 
     Args:
-        tensors: Shape of each of the tower's tensors, by its name in the tower's module.
+        kind: `model_type` of the model, which determines the tower's module.
+        tensors: Shape of each of the tower's parameters, by its name in the tower's module.
         image_token: Id of the token that is repeated for an image in a prompt.
         start_token, end_token: Ids of the tokens before and after these tokens.
         patch_size: Width and height of a patch in pixels.
@@ -31,6 +34,7 @@ class VisionShape:
         config: `vision_config` of config.json.
     """
 
+    kind: str
     tensors: Mapping[str, tuple[int, ...]] = field(hash=False)
     image_token: int
     start_token: int

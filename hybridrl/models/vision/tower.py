@@ -1,31 +1,68 @@
-"""Builds the vision tower of Qwen3-VL, a module of transformers, and computes its features."""
+"""Builds vision towers, which are modules of transformers, and computes their features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3VLVisionModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.vision.images import GRID, ImageProcessor
 from hybridrl.models.vision.shape import VisionShape
 
-_NOT_SIZES = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version")
+# Classes of a tower and of its configuration, by `VisionShape.kind`.
+TOWERS: Mapping[str, tuple[Any, Any]] = {
+    "qwen2_5_vl": (Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig),
+    "qwen3_vl": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
+}
+
+
+class FusedGateMLP(torch.nn.Module):
+    """SwiGLU of a tower's block, whose gate and up projections are one parameter, as in engines.
+
+    Args:
+        mlp: transformers' module, which is replaced.
+    """
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        gate = mlp.gate_proj
+        self.gate_up_proj = torch.nn.Linear(
+            gate.in_features,
+            2 * gate.out_features,
+            device=gate.weight.device,
+            dtype=gate.weight.dtype,
+        )
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+
+    def forward(self, hidden_PD: Tensor) -> Tensor:
+        """Returns the output for each patch, (P, D)."""
+        gate_PF, up_PF = self.gate_up_proj(hidden_PD).chunk(2, -1)
+        output_PD: Tensor = self.down_proj(self.act_fn(gate_PF) * up_PF)
+        return output_PD
 
 
 def build_tower(vision: VisionShape, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Returns a tower with unset weights. The states of random generators do not change."""
-    sizes = {key: value for key, value in vision.config.items() if key not in _NOT_SIZES}
+    model, config = TOWERS[vision.kind]
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), device:
-        tower: torch.nn.Module = Qwen3VLVisionModel._from_config(
-            Qwen3VLVisionConfig(**sizes), dtype=dtype, attn_implementation="sdpa"
+        tower: Any = model._from_config(
+            config(**vision.config), dtype=dtype, attn_implementation="sdpa"
         )
-    return tower
+        for block in tower.blocks:
+            if hasattr(block.mlp, "gate_proj"):
+                block.mlp = FusedGateMLP(block.mlp)
+    module: torch.nn.Module = tower
+    return module
 
 
 def pixel_values(
@@ -72,4 +109,4 @@ def empty_features(tower: Any, vision: VisionShape) -> Tensor:
 def _run(tower: Any, values_PC: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
     # transformers reads the grids on the host: a sync point, once per pass of the tower.
     found = tower(values_PC, grid_thw=grids, return_dict=True)
-    return found.pooler_output, list(found.deepstack_features)
+    return found.pooler_output, list(getattr(found, "deepstack_features", ()))

@@ -1,4 +1,4 @@
-"""Computes with images in the `hf` engine, for transformers' Qwen3-VL models.
+"""Computes with images in the `hf` engine, for transformers' Qwen-VL models.
 
 A prefill computes each image once, and places its features by the positions that the request names.
 A token that the policy draws is never an image, whatever its id. Tokens after an image have
@@ -33,7 +33,7 @@ class ImageModel:
     """A transformers model that reads images.
 
     Args:
-        model: The model, Qwen3VLForConditionalGeneration.
+        model: The model, such as Qwen3VLForConditionalGeneration.
         vision: Sizes of its tower.
         directory: Directory with the processor's files, which are read with the first image.
     """
@@ -79,10 +79,11 @@ class ImageModel:
             is_image_BL = row_BL >= 0
             row_N = row_BL[is_image_BL]
             embedded_BLD[is_image_BL] = features_ND[row_N].to(embedded_BLD.dtype)
-            more = {
-                "visual_pos_masks": is_image_BL,
-                "deepstack_visual_embeds": [one[row_N] for one in deep],
-            }
+            if deep:
+                more = {
+                    "visual_pos_masks": is_image_BL,
+                    "deepstack_visual_embeds": [one[row_N] for one in deep],
+                }
         hidden_BLD = self._model.model.language_model(
             inputs_embeds=embedded_BLD,
             attention_mask=mask,
