@@ -2,10 +2,10 @@
 
     python examples/pictures/make_data.py [FOLDER]
 
-A picture has 4 x 4 cells, most of which contain a disc, a square or a cross in red, green or blue.
-The task is to count the shapes of one colour: `How many red ?`. 512 pictures are held out to test
-the model. `sft.jsonl` has demonstrations, and `train.jsonl` only answers, to other pictures. Rows
-contain their picture as a data URI, so the files can be moved.
+A picture shows a disc, a square or a cross, in one of four colours and in one of four corners. The
+question is `What colour ?`, `What shape ?` or `Which corner ?`. 512 pictures are held out to
+test the model. `sft.jsonl` has demonstrations, and `train.jsonl` only answers, to other pictures.
+Rows contain their picture as a data URI, so the files can be moved.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
-SHAPES = ("discs", "squares", "crosses")
-WORDS = ("How", "many", "?", *COLOURS, *"0123456789")
-CELLS, CELL = 4, 8  # cells in each direction, and pixels of a cell
-MOST = 6  # highest number that is asked for
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 40),
+}
+SHAPES = ("disc", "square", "cross")
+CORNERS = ("top-left", "top-right", "bottom-left", "bottom-right")
+ANSWERS = {"What colour ?": tuple(COLOURS), "What shape ?": SHAPES, "Which corner ?": CORNERS}
+SIDE, PATCH = 32, 4  # pixels of a picture and of a patch, in each direction
+SIZES = (10, 14)  # of a shape, in pixels
 COUNTS = {"sft": 3000, "train": 6000, "heldout": 512}
 SEED = 0
 
 
-def draw(rng: random.Random, wanted: str, number: int) -> Image.Image:
-    """Returns a picture with `number` shapes of the wanted colour."""
-    others = [colour for colour in COLOURS if colour != wanted]
-    num_others = rng.randint(2, CELLS * CELLS - number)
-    colours = [wanted] * number + [rng.choice(others) for _ in range(num_others)]
-    cells: list[tuple[str, str] | None] = [(colour, rng.choice(SHAPES)) for colour in colours]
-    cells += [None] * (CELLS * CELLS - len(cells))
-    rng.shuffle(cells)
-    picture = Image.new("RGB", (CELLS * CELL, CELLS * CELL), "white")
-    pen = ImageDraw.Draw(picture)
-    for index, kind in enumerate(cells):
-        if kind is None:
-            continue
-        colour, shape = COLOURS[kind[0]], kind[1]
-        left, top = index % CELLS * CELL + 1, index // CELLS * CELL + 1
-        box = (left, top, left + CELL - 3, top + CELL - 3)
-        if shape == "discs":
-            pen.ellipse(box, fill=colour)
-        elif shape == "squares":
-            pen.rectangle(box, fill=colour)
-        else:
-            pen.line(box, fill=colour, width=2)
-            pen.line((box[0], box[3], box[2], box[1]), fill=colour, width=2)
+def draw(rng: random.Random, colour: str, shape: str, corner: str) -> Image.Image:
+    """Returns a picture of a shape, whose size and place within its corner are random."""
+    picture = Image.new("RGB", (SIDE, SIDE), "white")
+    pen, fill = ImageDraw.Draw(picture), COLOURS[colour]
+    size, half, index = rng.randint(*SIZES), SIDE // 2, CORNERS.index(corner)
+    left, top = (
+        half * place + rng.randint(0, half - 1 - size) for place in (index % 2, index // 2)
+    )
+    box = (left, top, left + size, top + size)
+    if shape == "disc":
+        pen.ellipse(box, fill=fill)
+    elif shape == "square":
+        pen.rectangle(box, fill=fill)
+    else:
+        pen.line(box, fill=fill, width=size // 4)
+        pen.line((left, top + size, left + size, top), fill=fill, width=size // 4)
     return picture
 
 
@@ -66,17 +65,16 @@ def data_uri(picture: Image.Image) -> str:
 
 
 def rows(rng: random.Random, count: int, has_responses: bool) -> Iterator[dict[str, Any]]:
-    """Yields rows. Every answer is equally frequent."""
+    """Yields rows. Every question is equally frequent."""
     for index in range(count):
-        wanted = rng.choice(list(COLOURS))
-        number = index % (MOST + 1)
-        answer = str(number)
+        question = list(ANSWERS)[index % len(ANSWERS)]
+        drawn = {one: rng.choice(answers) for one, answers in ANSWERS.items()}
         row = {
-            "images": [data_uri(draw(rng, wanted, number))],
-            "prompt": f"<image> How many {wanted} ?",
-            "answer": answer,
+            "images": [data_uri(draw(rng, *drawn.values()))],
+            "prompt": f"<image> {question}",
+            "answer": drawn[question],
         }
-        yield row | ({"response": answer} if has_responses else {})
+        yield row | ({"response": drawn[question]} if has_responses else {})
 
 
 def write_rows(path: Path, made: Iterable[dict[str, Any]]) -> None:
@@ -86,7 +84,9 @@ def write_rows(path: Path, made: Iterable[dict[str, Any]]) -> None:
 def write_model(folder: Path) -> None:
     """Writes the config.json of a Qwen3-VL with 0.6 M parameters, its tokenizer and processor."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *WORDS))}
+    texts = (*ANSWERS, *map(" ".join, ANSWERS.values()))
+    words = dict.fromkeys(" ".join(texts).split())
+    vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *words))}
     hidden = 96
     config = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -126,19 +126,19 @@ def write_model(folder: Path) -> None:
             "intermediate_size": 128,
             "num_heads": 4,
             "in_channels": 3,
-            "patch_size": CELL // 2,
+            "patch_size": PATCH,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
             "out_hidden_size": hidden,
-            "num_position_embeddings": (2 * CELLS) ** 2,
+            "num_position_embeddings": (SIDE // PATCH) ** 2,
             "deepstack_visual_indexes": [0],
             "hidden_act": "gelu_pytorch_tanh",
         },
     }
-    pixels = (CELLS * CELL) ** 2
+    pixels = SIDE**2
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": CELL // 2,
+        "patch_size": PATCH,
         "merge_size": 2,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": pixels, "longest_edge": pixels},
