@@ -38,6 +38,7 @@ READERS = {
             *(f"train.{name}" for name in ("learning_rate", "lr_schedule", "warmup_steps")),
             *(f"train.{name}" for name in ("min_learning_rate", "weight_decay", "clip_grad")),
             "train.max_skipped_steps",
+            "train.muon_momentum",
             "train.critic_learning_rate",
         ),
         "train",

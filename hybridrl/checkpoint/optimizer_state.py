@@ -43,6 +43,7 @@ from hybridrl.errors import CheckpointError
 # Megatron's names for the fp32 weight and Adam's moments.
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 STATES = (MASTER, *MOMENTS)
+MOMENTUM = "momentum_buffer"  # Muon's state of a matrix
 REMAINDER = "remainder"  # low 16 bits of the fp32 weight (fp32_remainders.py)
 STEPS = "steps"  # Key of the step count in the state of an Adam optimizer that has no parameters.
 # Maximum total size of the pieces in transit on the host while loading. Waiting for each piece
@@ -77,6 +78,23 @@ class PackedAdam(Protocol):
         ...
 
 
+@runtime_checkable
+class MatrixOptimizer(Protocol):
+    """An optimizer with momentum of some parameters, and Adam's moments of others
+    (training/muon.py).
+
+    Attributes:
+        state: States of each parameter's shard, by name.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
+
+    def state_names(self, parameter: Tensor) -> tuple[str, ...]:
+        """Returns the names of the states of a model parameter's shards."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Cut:
     """A parameter, the data-parallel ranks with a piece of it, and the elements in each piece."""
@@ -102,6 +120,9 @@ class _Cut:
 
 def kinds_of(optimizer: Any, parameter: Tensor) -> Kinds:
     """Returns the states that a distributed optimizer has of a parameter."""
+    if isinstance(optimizer.optimizer, MatrixOptimizer):
+        names = optimizer.optimizer.state_names(parameter)
+        return dict.fromkeys((MASTER, *names), torch.float32)
     if not isinstance(optimizer.optimizer, PackedAdam):
         return dict.fromkeys(STATES, torch.float32)
     found = dict.fromkeys(MOMENTS, torch.bfloat16)
@@ -248,7 +269,8 @@ def _param_state(
     ]
     if is_loading:
         kinds = [
-            _kinds_to_read(optimizer, cut.parameter, _names(described, cut, stored)) for cut in cuts
+            _kinds_to_read(optimizer, cut.parameter, _names(optimizer, described, cut, stored))
+            for cut in cuts
         ]
         kept = _to_fill(optimizer, cuts, kinds)
     else:
@@ -260,20 +282,34 @@ def _param_state(
     }
 
 
-def _names(described: Mapping[Tensor, Any], cut: _Cut, stored: Collection[str]) -> list[str]:
+def _names(
+    optimizer: Any, described: Mapping[Tensor, Any], cut: _Cut, stored: Collection[str]
+) -> list[str]:
     """Returns the names of a parameter's states in a checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has no master of a parameter that needs one.
+        CheckpointError: The checkpoint has no master of a parameter that needs one, or has the
+            states of another optimizer.
     """
     if cut.parameter not in described:
         raise ValueError(f"a parameter of shape {cut.parameter.shape} is not in the model's state")
     key = described[cut.parameter].key
+    own = [name for name in kinds_of(optimizer, cut.parameter) if name in (MOMENTUM, *MOMENTS)]
+    is_muon, was_muon = (MOMENTUM in own, _is_stored(_key(MOMENTUM, key), stored))
+    if is_muon != was_muon and (was_muon or _is_stored(_key(MOMENTS[0], key), stored)):
+        names = {True: "muon", False: "adamw"}
+        raise CheckpointError(
+            _key(MOMENTUM if was_muon else MOMENTS[0], key),
+            f"a state of train.optimizer={names[was_muon]}",
+            f"a checkpoint of train.optimizer={names[is_muon]}, which this run has",
+            f"Continue with train.optimizer={names[was_muon]}, or begin a run with "
+            "model.path=FOLDER, which takes only the weights.",
+        )
     for name in (REMAINDER, MASTER):
         if _is_stored(_key(name, key), stored):
-            return [name, *MOMENTS]
-    if not _is_stored(_key(MOMENTS[0], key), stored):
-        return [MASTER, *MOMENTS]  # the reader reports that they are missing
+            return [name, *own]
+    if not _is_stored(_key(own[0], key), stored):
+        return [MASTER, *own]  # the reader reports that they are missing
     if cut.parameter.dtype != torch.float32:
         raise CheckpointError(
             _key(MASTER, key),
@@ -379,7 +415,7 @@ def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
         group, index = optimizer.model_param_group_index_map[cut.parameter]
         return dict(inner.state[inner.param_groups[group]["params"][index]])
     states = optimizer._get_main_param_and_optimizer_states(cut.parameter)
-    return {name: states[name].detach() for name in STATES}
+    return {name: states[name].detach() for name in kinds_of(optimizer, cut.parameter)}
 
 
 def connect(optimizers: Iterable[Any]) -> None:

@@ -169,7 +169,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """Returns the knobs that identify a run: model, algorithm, data, reward, environment, batch
-    sizes, seed, frozen parts and further loss terms.
+    sizes, seed, frozen parts, optimizer and further loss terms.
 
     HTTP headers, and options taken from environment variables, are left out because they may
     contain API keys.
@@ -194,7 +194,7 @@ def identity(config: Config) -> dict[str, Any]:
         },
         "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
-        "train": {"freeze": _frozen(config)},
+        "train": {"freeze": _frozen(config), "optimizer": config.train.optimizer},
     }
     if config.lora.is_on:  # absent from runs of earlier versions
         known["lora"] = config.lora.model_dump(mode="json")

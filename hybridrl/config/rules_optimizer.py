@@ -104,10 +104,33 @@ def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserErro
     )
 
 
+def muon_rules(config: Config) -> Iterator[UserError]:
+    """Yields violated rules for Muon."""
+    train = config.train
+    if train.optimizer != "muon":
+        return
+    if level_of(train).is_low_precision:
+        yield UserError(
+            LEVEL_KEY,
+            train.optimizer_memory,
+            "device with train.optimizer=muon, whose momentum is fp32 and on the GPU",
+            "Set train.optimizer_memory=device, or train.optimizer=adamw.",
+        )
+    if config.lora.is_on:
+        yield UserError(
+            "train.optimizer",
+            "muon",
+            "adamw with LoRA, because the product of two orthogonal adapters is not an orthogonal "
+            "update of the weight",
+            "Set train.optimizer=adamw, or remove the section lora to train the weights.",
+        )
+
+
 def optimizer_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
     """Yields violated rules for the level of the optimizer state and the type of gradients."""
     train, key = config.train, LEVEL_KEY
     level = train.optimizer_memory
+    yield from muon_rules(config)
     lower = {LEVEL_KEY: "low_precision"}
     can_lower = level_of(train).is_low_precision or not any(
         optimizer_rules(config.with_values(lower), default_dtype)

@@ -52,8 +52,12 @@ class TrainConfig(Section):
     """Number of optimizer steps of linear warm-up. The default is 0, because small learning rates do not need warm-up."""
     min_learning_rate: float = Field(0.0, ge=0)
     """Final learning rate of a decaying schedule. With the default, 0, the learning rate reaches 0 at the last step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: 'adamw', or 'muon', which orthogonalizes the updates of weight matrices and uses AdamW for embeddings, output layers, norms and biases. The default, 'adamw', is what most models were trained with."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of Muon's momentum. The default, 0.95, is its authors' value."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of AdamW; norms and biases are excluded. The default is 0, because in RL fine-tuning the loss already keeps the weights near their initial values."""
+    """Decoupled weight decay; norms and biases are excluded. The default is 0, because in RL fine-tuning the loss already keeps the weights near their initial values."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment. The default, 0.9, is the Adam paper's value."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)

@@ -507,6 +507,7 @@ class ParallelModel:
                 self.train,
                 peak_learning_rate,
                 self.mesh,
+                self.layout_of,
                 peer_weights,
             )
         self.memory = TrainedModelMemory(

@@ -6,7 +6,7 @@ The wrapper and the optimizer are Megatron's; the optimizer step is split into t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,9 @@ from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.megatron.layers import add_weight_gradients_in_place
 from hybridrl.models.trainable import stack_frozen
+from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.mesh import Mesh
+from hybridrl.training.muon import Muon, model_matrices
 from hybridrl.training.peer_weights import PeerWeights
 from hybridrl.training.piecewise_adam import PiecewiseAdam, packed_bytes
 from hybridrl.training.staging import check_host_memory
@@ -44,13 +46,15 @@ def wrap_for_training(
     train: TrainConfig,
     peak_learning_rate: float,
     mesh: Mesh,
+    layout_of: Callable[[int], RankLayout],
     peer_weights: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
-    """Creates gradient buffers and a distributed Adam optimizer for the trained parameters.
+    """Creates gradient buffers and a distributed optimizer for the trained parameters.
 
     The optimizer state is sharded across the replicas; frozen parameters have no optimizer state.
     The weights must already be loaded, because the optimizer of a bf16 model copies them into fp32
-    masters. If `peer_weights` is given, the weights are moved there first.
+    masters. If `peer_weights` is given, the weights are moved there first. `layout_of` returns the
+    layout of a rank, for Muon.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -113,10 +117,21 @@ def wrap_for_training(
         )
         own = (mesh.world.host_ranks[0], needed, available_bytes())
         check_host_memory(mesh.gather_objects(own))
+    device = mesh.platform.device
+    is_muon = train.optimizer == "muon"
+    if is_muon:
+        matrices, peers = model_matrices(
+            named_parameters(chunks),
+            layout_of,
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
     for part in optimizer.chained_optimizers:
         number_as_in_groups(part)
+        if is_muon:
+            part.optimizer = Muon(part, matrices, peers, train.muon_momentum, device)
         if level.is_low_precision:
-            groups, device = part.optimizer.param_groups, mesh.platform.device
+            groups = part.optimizer.param_groups
             num_ranks = len(set(mesh.world.host_ranks) & set(mesh.ranks))
             part.optimizer = PiecewiseAdam(groups, device, level.on_host, num_ranks)
     config.grad_scale_func = optimizer.scale_loss

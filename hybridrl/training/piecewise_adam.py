@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridrl.checkpoint.fp32_remainders import join_, remainder_of, split_
 from hybridrl.training.staging import HostState, Staging
+from hybridrl.training.step_counts import StepCounts
 
 PIECE_ELEMENTS = 1 << 24  # a multiple of ALIGNED_ELEMENTS
 ALIGNED_ELEMENTS = 256  # each piece's state begins at a multiple of this
@@ -66,7 +67,7 @@ class _Piece:
     end: int
 
 
-class PiecewiseAdam:
+class PiecewiseAdam(StepCounts):
     """AdamW on shards of parameters; the interface is that of a torch optimizer.
 
     Args:
@@ -94,7 +95,8 @@ class PiecewiseAdam:
         on_host: bool,
         num_ranks: int = 1,
     ) -> None:
-        self.param_groups, self.on_host, self.device = param_groups, on_host, device
+        super().__init__(param_groups)
+        self.on_host, self.device = on_host, device
         self.gradient_scale, self.piece_elements = 1.0, PIECE_ELEMENTS
         begins, num_elements = _places(param_groups)
         self._states: dict[str, Tensor] = {}
@@ -128,9 +130,7 @@ class PiecewiseAdam:
 
         If the state is in host memory, returns once it is complete there.
         """
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
+        self.count_step()
         pieces = list(self._pieces())
         states = [self._states_of(piece) for piece in pieces]
         work = _Scratch(max((one.end - one.begin for one in pieces), default=0), self.device)
@@ -161,21 +161,6 @@ class PiecewiseAdam:
 
     def _states_of(self, piece: _Piece) -> list[Tensor]:
         return [self._states[name][piece.begin : piece.end] for name in state_names(piece.dtype)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the groups and the step count as torch optimizers do, without other states."""
-        groups = [
-            {**group, "params": list(range(len(group["params"])))} for group in self.param_groups
-        ]
-        step = max((group.get("step", 0) for group in self.param_groups), default=0)
-        for group in groups:
-            group["step"] = step
-        return {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the step counts of `state_dict`; states are loaded by `set_scaled_state`."""
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group["step"] = int(loaded.get("step") or 0)
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
@@ -238,7 +223,7 @@ class _Scratch:
         else:
             weight, remainder = self._weight[:size], state[2]
             master = join_(self._bits[:size], _gather(weight, _weights(piece)), remainder)
-        _adamw(master, gradient, exp_avg, exp_avg_sq, change, group)
+        adamw(master, gradient, exp_avg, exp_avg_sq, change, group)
         state[0].copy_(exp_avg)
         state[1].copy_(exp_avg_sq)
         if piece.dtype == torch.float32:
@@ -251,7 +236,7 @@ class _Scratch:
             begin += own.numel()
 
 
-def _adamw(
+def adamw(
     master: Tensor,
     gradient: Tensor,
     exp_avg: Tensor,

@@ -51,6 +51,7 @@ from hybridrl.roles.policy import Policy
 from hybridrl.training.model import ModelSource, ParallelModel
 
 Tensors = dict[str, torch.Tensor]
+ARCHITECTURES = {"qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ class Run:
 
     def __init__(self, mesh: Mesh, case: Case, **knobs: Any) -> None:
         hf_config = tiny_model(case.family).config.to_dict()
-        architecture = f"{case.family.removesuffix('_text').capitalize()}ForCausalLM"
+        name = case.family.removesuffix("_text")
+        architecture = f"{ARCHITECTURES.get(name, name.capitalize())}ForCausalLM"
         family = resolve_family(None, hf_config | {"architectures": [architecture]})
         source = ModelSource(family, hf_config, case.dtype, family.name, Path("."))
         train = TrainConfig(micro_batch_tokens=64, learning_rate=1e-2, **knobs)

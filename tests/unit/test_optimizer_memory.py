@@ -219,3 +219,49 @@ def test_a_state_on_the_host_is_written_without_copies() -> None:
     assert is_written_from_copies(config_of("1.5b", "train.optimizer_memory=low_precision"))
     assert not is_written_from_copies(config_of("1.5b", "train.optimizer_memory=host"))
     assert not is_written_from_copies(config_of("1.5b", "checkpoint.export_hf=true"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "part"),
+    [
+        (("train.optimizer_memory=host",), "train.optimizer_memory", "momentum is fp32"),
+        (("train.optimizer_memory=low_precision",), "train.optimizer_memory", "momentum is fp32"),
+        (("train.gradient_dtype=bfloat16",), "train.gradient_dtype", "float32"),
+        (("lora.rank=8",), "train.optimizer", "adamw with LoRA"),
+    ],
+)
+def test_what_muon_cannot_have_is_refused(overrides: tuple[str, ...], key: str, part: str) -> None:
+    config = config_of("1.5b", "train.optimizer=muon", *overrides)
+    (error,) = check(config, 1, default_dtype="bfloat16")
+    assert error.name == key and part in error.allowed, error
+
+
+def test_a_plan_with_muon_counts_one_moment_of_matrices() -> None:
+    reports, found = {}, {}
+    for name in ("adamw", "muon"):
+        config = with_layout(config_of("7b", f"train.optimizer={name}"), 1, Host(), H200)
+        # The level that fits is the only one that Muon has.
+        assert config.train.optimizer_memory == "auto"
+        reports[name], violations = plan_report(config, 1, H200)
+        assert violations == []
+        found[name] = reports[name]["memory"]["train_peak_bytes"]
+    # Embeddings, head and norms keep two moments; the head is not tied.
+    matrices = 7.616e9 - 2 * 152064 * 3584
+    assert found["adamw"] - found["muon"] == pytest.approx(4 * matrices, rel=0.001)
+    steps = {name: report["step"]["phases_s"]["update"] for name, report in reports.items()}
+    assert 0.2 < steps["muon"] - steps["adamw"] < 2.0, steps
+    text = plan_text(reports["muon"], is_full=False)
+    assert "optimizer muon: fp32 masters and fp32 momentum on the GPU, 8 bytes per" in text
+    assert "of a matrix; AdamW for others, 12 bytes" in text
+    assert "optimizer " not in plan_text(reports["adamw"], is_full=False)
+
+
+def test_muon_is_chosen_no_lower_level_and_keeps_its_run_folder(tmp_path: Path) -> None:
+    run = {"name": "a", "dir": str(tmp_path)}
+    config = config_of("14b", "train.optimizer=muon", run=run)
+    assert with_layout(config, 1, Host(), H200).train.optimizer_memory == "auto"
+    run_folder(config).mkdir()
+    write_config(config)
+    check_run_folder(config)
+    with pytest.raises(ConfigError, match="train.optimizer: got 'adamw'"):
+        check_run_folder(config.with_values({"train.optimizer": "adamw"}))

@@ -13,7 +13,13 @@ from hybridrl.config.schema import Config
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.fit import with_margin
 from hybridrl.services.planner.hardware import Assumptions
-from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of, state_bytes
+from hybridrl.services.planner.phase_memory import (
+    FP32_BYTES,
+    MOMENT_BYTES,
+    RoleModel,
+    itemsize_of,
+    state_bytes,
+)
 from hybridrl.services.planner.text import memory_size
 from hybridrl.services.planner.times import adam_s
 
@@ -39,6 +45,7 @@ def optimizer_report(
     """
     used = level_name(config.train)
     report: dict[str, Any] = {
+        "optimizer": config.train.optimizer,
         "level": used,
         "state_bytes_per_parameter": state_bytes(config, itemsize_of(config, assumed is not None)),
         "gradient_dtype": config.train.gradient_dtype,
@@ -70,6 +77,8 @@ def optimizer_report(
 def optimizer_lines(report: dict[str, Any]) -> list[str]:
     """Returns the report as lines of text."""
     used, levels = report["level"], {one["level"]: one for one in report["levels"]}
+    if report["optimizer"] == "muon":
+        return _muon_lines(report)
     meaning = MEANINGS[used]
     if report["state_bytes_per_parameter"] == 2 * FP32_BYTES:
         meaning = "fp32 moments"
@@ -81,5 +90,21 @@ def optimizer_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"         {name}: at most {memory_size(one['train_peak_bytes'])} of a GPU in training"
             f"{where}, {one['step_s']:.2g} s an optimizer step; {said}"
+        )
+    return lines
+
+
+def _muon_lines(report: dict[str, Any]) -> list[str]:
+    """Returns the report of a run with Muon, which has only one level."""
+    size = report["state_bytes_per_parameter"]
+    masters = "" if size == FP32_BYTES else "fp32 masters and "
+    lines = [
+        f"optimizer muon: {masters}fp32 momentum on the GPU, {size} bytes per parameter of a "
+        f"matrix; AdamW for others, {size + MOMENT_BYTES} bytes"
+    ]
+    for one in report["levels"]:
+        said = "fits" if one["fits"] else "does not fit"
+        lines.append(
+            f"         at most {memory_size(one['train_peak_bytes'])} of a GPU in training; {said}"
         )
     return lines

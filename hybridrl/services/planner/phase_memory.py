@@ -42,6 +42,7 @@ from hybridrl.services.planner.micro_batch_sizes import (
     largest_micro_batch,
     usual_micro_batches,
 )
+from hybridrl.services.planner.muon_costs import num_by_adamw, scratch_bytes
 from hybridrl.services.planner.replayed_experts import ReplayBytes, replay_bytes
 
 MIB = 2**20
@@ -53,6 +54,7 @@ MOST_HEAD_BYTES = 1 << 30
 # and that vLLM uses for CUDA graphs and workspace. Measured on H200.
 GROUP_BYTES = 768 * MIB
 GRAPH_BYTES = 448 * MIB
+MOMENT_BYTES = 4  # One of Adam's two fp32 moments.
 MASTER_BYTES = 4  # An fp32 copy of 16-bit parameters; fp32 parameters have none.
 FP32_BYTES = 4
 # Memory of an optimizer step whose state is low-precision: fp32 scratch memory for a piece, and
@@ -223,6 +225,21 @@ class HeldModel:
         layout, (num, experts) = self.layout, self.trained
         return (num - experts) // (layout.dp * layout.cp) + experts // layout.edp
 
+    def state_bytes(self, config: Config, itemsize: int) -> int:
+        """Returns the bytes of a rank's optimizer state, for parameters of `itemsize` bytes."""
+        each = state_bytes(config, itemsize)
+        if config.train.optimizer != "muon" or not self.model.is_trained:
+            return each * self.num_updated
+        model = self.model
+        others = num_by_adamw(model.trained_family, model.shape, self.layout, model.head)
+        return each * self.num_updated + MOMENT_BYTES * others
+
+    def orthogonalization_bytes(self, config: Config) -> int:
+        """Returns the memory that a step of Muon needs for the largest matrix."""
+        if config.train.optimizer != "muon" or not self.model.is_trained:
+            return 0
+        return scratch_bytes(self.model.trained_family, self.model.shape, self.model.head)
+
     @property
     def saved(self) -> int:
         """Number of parameters in a rank's part of a checkpoint, which omits adapted weights."""
@@ -330,7 +347,7 @@ def estimate_memory(
     frozen = itemsize * sum(one.held.num for one in held.models) - trained
     saved = itemsize * sum(one.saved for one in held.models)
     gradients = gradient_bytes(config) * sum(one.trained.num for one in held.models)
-    saved_states = state_bytes(config, itemsize) * sum(one.num_updated for one in held.models)
+    saved_states = sum(one.state_bytes(config, itemsize) for one in held.models)
     states = 0 if level.on_host else saved_states
     engine, kv_cache = ENGINES[config.rollout.engine], 0
     num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
@@ -346,6 +363,7 @@ def estimate_memory(
     passes = partial(_activation_bytes, config, held.models, itemsize)
     step = PIECE_BYTES if level.is_low_precision else 0  # no passes run at the same time
     step += STAGED_BYTES if level.on_host else 0
+    step += max((one.orthogonalization_bytes(config) for one in held.models), default=0)
     most = max(step, passes(lambda one: [largest_micro_batch(config, one.model.shape, one.layout)]))
 
     def usual_train() -> int:
@@ -373,8 +391,11 @@ def estimate_memory(
 
 
 def state_bytes(config: Config, itemsize: int) -> int:
-    """Returns the bytes of optimizer state for each parameter of `itemsize` bytes."""
-    return level_of(config.train).state_bytes - (MASTER_BYTES if itemsize == FP32_BYTES else 0)
+    """Returns the bytes of optimizer state for each parameter of `itemsize` bytes; with Muon, for
+    each parameter of a matrix.
+    """
+    found = level_of(config.train).state_bytes - (MASTER_BYTES if itemsize == FP32_BYTES else 0)
+    return found - (MOMENT_BYTES if config.train.optimizer == "muon" else 0)
 
 
 def gradient_bytes(config: Config) -> int:

@@ -93,7 +93,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             f"prompts  samples of a prompt share its tokens: an update computes {computed:,} "
             f"positions instead of {unshared:,} ({unshared / computed:.1f}x fewer)"
         )
-    if is_full or report["optimizer"]["level"] != "device":
+    optimizer = report["optimizer"]
+    if is_full or optimizer["level"] != "device" or optimizer["optimizer"] != "adamw":
         yield from optimizer_lines(report["optimizer"])
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])

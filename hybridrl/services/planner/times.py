@@ -27,7 +27,8 @@ from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
-from hybridrl.services.planner.phase_memory import RoleModel, itemsize_of
+from hybridrl.services.planner.muon_costs import orthogonalization_flops
+from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of
 
 # Number of elements (2 bytes each) that a forward pass reads and writes outside matrix products,
 # per token and layer: as multiples of the hidden size, and of the size of the feed-forward product.
@@ -239,6 +240,14 @@ class PassTimes:
         rate = self._rate(spread)
         return UPDATE_S + adam_s(level, num_updated, self.assumed) + moved / rate
 
+    def muon_s(self, model: RoleModel, num_trained: int) -> float:
+        """Returns the time to gather and orthogonalize the updates of matrices."""
+        replicas = self.layout.dp * self.layout.cp
+        gathered = num_trained * FP32_BYTES * (replicas - 1) / replicas
+        gathered_s = gathered / self._rate(self.layout.tp * replicas)
+        flops = orthogonalization_flops(model.trained_family, model.shape, self.layout, model.head)
+        return gathered_s + flops / self._matrix_rate
+
     def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
@@ -439,7 +448,10 @@ def step_times(
         if has_rollouts and (updates > 1 or model.role == "critic"):
             scoring += updates * passes.forward_s(found)
         update_s = passes.update_s(found, train.recompute, held[0], model.backward)
-        update += updates * (update_s + passes.optimizer_s(level_of(train), *held))
+        step_s = passes.optimizer_s(level_of(train), *held)
+        if train.optimizer == "muon":
+            step_s += passes.muon_s(model, held[0])
+        update += updates * (update_s + step_s)
     generation = reshard = 0.0
     if has_rollouts:
         policy = models[0]
