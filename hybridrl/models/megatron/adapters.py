@@ -126,11 +126,11 @@ def _adapt(
     is_row = hasattr(linear, "input_is_parallel") or getattr(linear, "parallel_mode", "") == "row"
     linear.__class__ = _with_adapters(type(linear))  # type: ignore[arg-type]  # a class is hashable
     self: Any = linear
-    self.lora_rank, self.lora_scale, self.lora_is_on = lora.rank, lora.scale, True
+    self.lora_scale, self.lora_is_on = lora.scale, True
     self.lora_group = parallel if is_parallel and not is_expert else None
-    self.lora_is_row, self.lora_num_projections = is_row, shapes[0][0] // lora.rank
+    self.lora_is_row = is_row
     self.lora_rows, self.lora_places = rows, places
-    self.lora_is_dense = len(rows) == weight.size(0) and self.lora_num_projections == 1
+    self.lora_is_dense = len(rows) == weight.size(0) and shapes[0][0] == lora.rank
     for name, shape in zip((A, B), shapes, strict=True):
         is_sharded = is_parallel and (name == A) == is_row
         if is_expert:
@@ -155,24 +155,54 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, inner: torch.Tensor, b: torch.Tensor, scale: float
+        ctx: Any,
+        output: torch.Tensor,
+        inner: torch.Tensor,
+        b: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor] | None,
+        scale: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(inner, b)
-        ctx.scale = scale
+        """Args:
+        output: (..., outputs).
+        inner: A x of all projections, (..., projections x rank).
+        b: (rows, rank).
+        places: Output row and projection of each row of b; None if b is (outputs, rank) and there
+            is one projection.
+        scale: s.
+        """
+        matrix = b if places is None else _one_matrix(b, places, output.size(-1), inner.size(-1))
+        ctx.save_for_backward(inner, matrix)
+        ctx.places, ctx.rank, ctx.scale = places, b.size(1), scale
         # `data`, because autograd refuses changes of what transformer-engine's functions return.
-        _rows(output.data).addmm_(_rows(inner), b.T, alpha=scale)
+        _rows(output.data).addmm_(_rows(inner), matrix.T, alpha=scale)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        inner, b = ctx.saved_tensors
+        inner, matrix = ctx.saved_tensors
         rows = grad.reshape(-1, grad.size(-1))
         grad_inner = grad_b = None
         if ctx.needs_input_grad[1]:
-            grad_inner = (rows @ b).mul_(ctx.scale).view_as(inner)
+            grad_inner = _scaled_product(rows, matrix, ctx.scale).view_as(inner)
         if ctx.needs_input_grad[2]:
-            grad_b = (rows.T @ _rows(inner)).mul_(ctx.scale)
-        return grad, grad_inner, grad_b, None
+            grad_b = _scaled_product(rows.T, _rows(inner), ctx.scale)
+            if ctx.places is not None:
+                grad_b = grad_b.view(matrix.size(0), -1, ctx.rank)[ctx.places]
+        return grad, grad_inner, grad_b, None, None
+
+
+def _one_matrix(
+    b: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], outputs: int, inputs: int
+) -> torch.Tensor:
+    """Returns B as one matrix from the stacked A x to all output rows, (outputs, inputs)."""
+    found = b.new_zeros(outputs, inputs)
+    found.view(outputs, -1, b.size(1))[places] = b
+    return found
+
+
+def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    unused = left.new_empty(1)  # with beta=0, addmm does not read it
+    return torch.addmm(unused, left, right, beta=0, alpha=scale)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,16 +233,8 @@ def _with_adapters(base: type) -> type:
                 inner = gather_from_sequence_parallel_region(
                     inner, tensor_parallel_output_grad=True, group=self.lora_group
                 )
-            return _Added.apply(output, inner, self._spread(), self.lora_scale)
-
-        def _spread(self) -> torch.Tensor:
-            """Returns B as one matrix from the stacked A x to all output rows."""
-            if self.lora_is_dense:
-                return self.lora_b
-            num, rank = self.lora_num_projections, self.lora_rank
-            wide = self.lora_b.new_zeros(self.weight.size(0), num, rank)
-            wide = wide.index_put((self.lora_rows, self.lora_places), self.lora_b)
-            return wide.view(-1, num * rank)
+            places = None if self.lora_is_dense else (self.lora_rows, self.lora_places)
+            return _Added.apply(output, inner, self.lora_b, places, self.lora_scale)
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
