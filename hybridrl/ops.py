@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridrl.kernels import copy_engine, reference
+from hybridrl.kernels import copy_engine, invariant, reference
 from hybridrl.kernels.copy_engine import Stream, Waits
 from hybridrl.kernels.reference import (
     BLOCK,
@@ -41,6 +41,11 @@ __all__ = [
     "compiled_operations",
     "draw_rows",
     "has_copy_engine",
+    "invariant_attention",
+    "invariant_logits",
+    "invariant_logps",
+    "invariant_product",
+    "invariant_rms_norm",
     "invert_rows",
     "power_of_two_scales",
     "quantize_blocks",
@@ -139,6 +144,49 @@ def add_up(
             adapters.add_up(y_MN, down_MR, bs, slot_M, slot)
             return
     reference.add_up(y_MN, down_MR, bs, slot_M, slot)
+
+
+def invariant_product(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """Returns x @ weight.T; the bits of a row do not depend on the other rows and columns."""
+    return invariant.product(x_MK, weight_NK)
+
+
+def invariant_rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, is_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalizes rows. Arguments and results as in `invariant.rms_norm`."""
+    return invariant.rms_norm(x, weight_D, eps, is_centered)
+
+
+def invariant_attention(
+    query_BHQD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    is_seen_BQS: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attends. Arguments and results as in `invariant.attention`."""
+    return invariant.attention(query_BHQD, key_BHSD, value_BHSD, is_seen_BQS, scale)
+
+
+def invariant_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Returns the logits, (N, V) fp32, whose bits do not depend on the other rows."""
+    return invariant.product(hidden_ND.float(), weight_VD.float())
+
+
+def invariant_logps(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, target_N: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Returns the log-probabilities of the targets, (N,) fp32, as engines compute them."""
+    weight_VD, found = weight_VD.float(), []
+    # A tensor, because torch on CUDA multiplies by the inverse of a number.
+    divisor = torch.tensor(temperature, dtype=torch.float32, device=hidden_ND.device)
+    for rows_ND, target in zip(
+        hidden_ND.split(reference.CHUNK_TOKENS), target_N.split(reference.CHUNK_TOKENS), strict=True
+    ):
+        logp_NV = (invariant_logits(rows_ND, weight_VD) / divisor).log_softmax(-1)
+        found.append(logp_NV.gather(1, target[:, None])[:, 0])
+    return torch.cat(found) if found else hidden_ND.new_zeros(0, dtype=torch.float32)
 
 
 class Copies(Protocol):

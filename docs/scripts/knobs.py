@@ -46,6 +46,7 @@ READERS = {
     "train.freeze": "plan, train, bench, check",
     "rollout": ALL,
     "rollout.verify": "train",
+    "numerics": ALL,
     "rollout.in_flight": "train",
     "rollout.at_lag_bound": "train",
     "algorithm": "plan, train, check",

@@ -23,6 +23,7 @@ from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_images import image_rules
 from hybridrl.config.rules_lora import lora_section_rules
 from hybridrl.config.rules_mix import mix_rules, online_rules
+from hybridrl.config.rules_numerics import numerics_rules
 from hybridrl.config.rules_optimizer import optimizer_rules
 from hybridrl.config.rules_placement import (
     AUTO_ORDER,
@@ -102,6 +103,7 @@ def check(
         *_release_rules(config, default_dtype),
         *optimizer_rules(config, default_dtype),
         *quantization_rules(config, default_dtype),
+        *numerics_rules(config, model_config or {}, default_dtype),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),

@@ -31,6 +31,7 @@ from hybridrl.config.layout import Layout, LayoutConfig
 from hybridrl.config.lists import Steps
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.mix import TermConfig
+from hybridrl.config.numerics import NumericsConfig
 from hybridrl.config.placement import PlacementConfig
 from hybridrl.config.reward import RewardConfig, ScorerConfig
 from hybridrl.config.rollout import RolloutConfig
@@ -63,6 +64,7 @@ __all__ = [
     "LogConfig",
     "LoraConfig",
     "ModelConfig",
+    "NumericsConfig",
     "MoeConfig",
     "OnlineDpoConfig",
     "PlacementConfig",
@@ -171,13 +173,14 @@ class CheckpointConfig(Section):
 
 
 class Config(Section):
-    """A whole configuration, which consists of eighteen sections."""
+    """A whole configuration, which consists of nineteen sections."""
 
     run: RunConfig
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
     rollout: RolloutConfig = RolloutConfig()
+    numerics: NumericsConfig = NumericsConfig()
     algorithm: AlgorithmConfig
     mix: dict[str, TermConfig] = Field(default_factory=dict)
     data: DataConfig = DataConfig()
@@ -200,6 +203,13 @@ class Config(Section):
         if is_off_policy and isinstance(self.algorithm, PolicyGradientConfig):
             # Write through __dict__, because the model is frozen and pydantic refuses assignments.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
+        return self
+
+    @model_validator(mode="after")
+    def _choose_exact_layers(self) -> Self:
+        # Only torch's layers have operations that engines can also use.
+        if self.numerics.is_exact and self.train.layers == "auto":
+            self.__dict__["train"] = self.train.model_copy(update={"layers": "torch"})
         return self
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ from hybridrl.rollout.common.agreement import TokensDifferError
 from hybridrl.rollout.common.sampling import log_distribution
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.training.mismatch import bounds_of
+from hybridrl.training.mismatch import BOUNDS, bounds_of
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16
 ROWS = 64  # number of positions for which full logits are in memory at a time
@@ -196,10 +196,14 @@ def _compare(
     trainer_rows["logits"] = trainer_logits(model, trainer_rows["norm"][ends_N])
     tokenwise = _tokenwise(trainer, batch, norm_TD, plain_T)
     exact = reference_streams(model, prompts) if with_reference else {}
-    bounds = bounds_of(trainer.source.dtype, trainer.config.rollout.uses_fp8)
+    bounds = bounds_of(trainer.source.dtype, trainer.config)
     total, replica = mean_difference(placed, tokenwise)
     numerics = judge_numerics(
-        _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds
+        _table(trainer, engine_rows, trainer_rows, exact),
+        total,
+        replica,
+        bounds,
+        error_floor=BOUNDS[trainer.source.dtype].residual,
     )
     # State the length, because engine and trainer may agree on these prompts but differ on longer
     # ones, such as prompts that are longer than an attention window.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridrl import ops
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.models.megatron.heads import LanguageModel, TokenStats
 from hybridrl.rollout.build import ComputingEngine
@@ -216,5 +217,9 @@ def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
         start = where.tp * len(weight_VD)
         part_NV = logits_NV[:, start : start + len(weight_VD)]
         hidden_ND = norm_ND.to(weight_VD.device, weight_VD.dtype)
-        part_NV.copy_((hidden_ND @ weight_VD[: part_NV.shape[1]].T).float())
+        shard_VD = weight_VD[: part_NV.shape[1]]
+        if head.is_exact:
+            part_NV.copy_(ops.invariant_logits(hidden_ND, shard_VD))
+        else:
+            part_NV.copy_((hidden_ND @ shard_VD.T).float())
     return world.sum_over_world(logits_NV)

@@ -218,7 +218,11 @@ def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
 
 
 def judge_numerics(
-    table: Sequence[Mapping[str, Any]], total: float, replica: int, bounds: Bounds
+    table: Sequence[Mapping[str, Any]],
+    total: float,
+    replica: int,
+    bounds: Bounds,
+    error_floor: float | None = None,
 ) -> Finding:
     """Names the first stage whose difference stands out, and judges the final difference in nats.
 
@@ -226,9 +230,12 @@ def judge_numerics(
         table: `stage` and `difference` (relative RMS) of every stage, in order; with a reference
             also `trainer_error` and `engine_error`.
         total, replica: Result of `mean_difference`.
+        error_floor: Error of one side, compared with the reference, up to which a stage does not
+            stand out; None for `bounds.residual`.
     """
+    floor = bounds.residual if error_floor is None else error_floor
     first = standing_out([(row["stage"], row["difference"]) for row in table], bounds.residual)
-    wrong = {who: _first_error(table, who, bounds.residual) for who in ("trainer", "engine")}
+    wrong = {who: _first_error(table, who, floor) for who in ("trainer", "engine")}
     details = {
         "first": first,
         "first_errors": wrong,

@@ -101,7 +101,7 @@ class Run:
             notify(text)
         self.times.over("models")
         journal.warnings = (
-            MismatchWarning(roles.source.dtype, config.rollout.uses_fp8),
+            MismatchWarning(roles.source.dtype, config),
             UniformGroupsWarning(),
         )
         placement, model = meshes.placement, roles.policy.model

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hybridrl.config.schema import Config, RolloutConfig
+from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.generation.sampler import Sampler
@@ -96,8 +96,7 @@ class EnginePhases:
             )
             completions = _complete(self._sampler, requests)
             self.enter_training()
-            rollout = self._config.rollout
-            gap = _compare(self._policy, requests, completions, rollout)
+            gap = _compare(self._policy, requests, completions, self._config)
             self._journal.notify(f"engine and trainer agree within {gap:.1e} nats per token")
             self._journal.notify(memory_table())
             self.reshard()
@@ -152,7 +151,7 @@ def _compare(
     policy: Policy,
     requests: Sequence[Request],
     completions: Sequence[Sequence[Completion]],
-    rollout: RolloutConfig,
+    config: Config,
 ) -> float:
     """Returns the mean absolute difference between the engine's and the trainer's
     log-probabilities, for the replica with the largest difference. Call it in the training phase.
@@ -161,7 +160,7 @@ def _compare(
         EngineDiffersError: The difference exceeds the bound for the model's dtype, or for an
             engine that computes in FP8.
     """
-    bound = bounds_of(policy.model.source.dtype, rollout.uses_fp8).refuse
+    bound = bounds_of(policy.model.source.dtype, config).refuse
     prompts = [
         Prompt(number, "", request.prompt, {}, completion.tokens)
         for done in completions
@@ -186,20 +185,25 @@ def _compare(
                 f"same tokens: they differ by {gaps[-1]:.2g} nats on average and by "
                 f"{float(gap_T.max()):.2g} at most; allowed: {bound:g} on average. The weights "
                 "are equal, so the computation differs. "
-                f"{_likely_cause(policy.model.train.fp8, rollout)} "
+                f"{_likely_cause(config)} "
                 "To compare layer by layer: hybridrl check --mismatch CONFIG"
             )
     return max(gaps)
 
 
-def _likely_cause(fp8: str, rollout: RolloutConfig) -> str:
-    """Returns a hint about the likely cause of a difference, given the value of `train.fp8`."""
-    if rollout.uses_fp8:
+def _likely_cause(config: Config) -> str:
+    """Returns a hint about the likely cause of a difference."""
+    if config.numerics.is_exact:
+        return (
+            "With numerics.match=exact, any difference is an error: an operation of this machine "
+            "rounds differently in other batches. Set numerics.match=close to run anyway."
+        )
+    if config.rollout.uses_fp8:
         return (
             "The engine computes in FP8, which explains a part. Set rollout.quantization=none and "
             "rollout.kv_cache_dtype=auto to see whether the rest comes from elsewhere."
         )
-    if fp8 == "none":
+    if (fp8 := config.train.fp8) == "none":
         return (
             "Check the position, norm and head settings in the model's config.json, and the "
             "engine's version (hybridrl check)."

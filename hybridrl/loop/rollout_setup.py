@@ -208,6 +208,7 @@ def build_engine(
             shard=shard if ENGINES[rollout.engine].shares_memory else None,
             records_experts=replays(config),
             directory=source.directory,
+            is_exact=config.numerics.is_exact,
         )
     )
 

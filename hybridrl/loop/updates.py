@@ -44,7 +44,12 @@ class Updates:
             else:
                 self._skipped.in_a_row = 0
         metrics = average(found)
-        if self._algorithm.needs.rollouts and batch.old_logp_T is not None:
+        if roles.policy.old_is_sampled:
+            # Later parts are computed with updated weights, and old log-probabilities are the
+            # engine's own, so only the first part compares engine and trainer.
+            compared = ("mismatch/", "correction/")
+            metrics |= {name: x for name, x in found[0].items() if name.startswith(compared)}
+        elif self._algorithm.needs.rollouts and batch.old_logp_T is not None:
             # Computed over the whole batch, because correlations cannot be averaged.
             metrics |= behaviour_metrics(batch, batch.old_logp_T, self._algorithm)
         return metrics

@@ -33,6 +33,7 @@ STEP_KEYS = (
     "policy/learning_rate",
     "mismatch/logprob_diff_mean",
     "mismatch/logprob_diff_max",
+    "mismatch/share_above_0.1",
     "mismatch/kl",
     "mismatch/correlation",
     "train/skipped_steps",

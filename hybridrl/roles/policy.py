@@ -52,6 +52,10 @@ class Policy:
         temperature: Divisor of the logits, equal to the sampling temperature.
         uses_adapters: Whether the model's LoRA adapters take part. Without them, a policy in
             training is its own frozen reference.
+
+    Attributes:
+        old_is_sampled: Whether old log-probabilities are the engine's own. Mismatch metrics then
+            compare the engine with the update's forward pass.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Policy:
         self.model, self.algorithm = model, algorithm
         self.num_updates_in_run, self.temperature = num_updates_in_run, temperature
         self._start_logp_T: torch.Tensor | None = None
+        self.old_is_sampled = False
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
         """Returns the log-probability of each response token in nats: (T,) fp32, zero on prompt
@@ -144,6 +149,8 @@ class Policy:
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = self._start_logp_T = plan.column(logps)
+            elif self.old_is_sampled:
+                old_T = plan.column(logps)
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         for term, part in zip(terms, loss_parts[1:], strict=True):
             found.metrics.update(_term_metrics(term, part))

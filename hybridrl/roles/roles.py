@@ -120,7 +120,10 @@ class Roles:
         batch = self.with_tokens_where_trained(batch, num_updates)
         columns: dict[str, torch.Tensor] = {}
         if needs.old_logps or needs_old_logps:
-            columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
+            if self.policy.old_is_sampled and needs.rollouts:
+                columns["old_logp_T"] = batch.behaviour_logp_T * batch.response_mask_T
+            else:
+                columns["old_logp_T"] = self.policy.logprobs(batch, temperature)
         if self.reference is not None and needs.reference:
             columns["reference_logp_T"] = self.reference.logprobs(batch, temperature)
         if self.critic is not None and needs.values:
@@ -339,6 +342,8 @@ def make_roles(
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
+    # Engines that sample with older weights compute other log-probabilities.
+    policy.old_is_sampled = config.numerics.is_exact and config.steps.max_policy_lag == 0
     lender = None if lora is None else model  # all models of one base use the same frozen weights
     trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None
@@ -378,4 +383,6 @@ def _build(
     model = build_model(mesh, source, head, config, lender if is_alike else None)
     if role == "policy" and replays(config):
         model.replay_experts()
+    if head == "lm" and config.numerics.is_exact:
+        model.match_engine()
     return model

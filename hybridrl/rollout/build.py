@@ -35,6 +35,7 @@ class EngineInputs:
             engine must use its own memory.
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
         directory: Directory with the model's tokenizer and processor files.
+        is_exact: Whether the engine computes the same bits as the trainer (`numerics.match`).
     """
 
     rollout: RolloutConfig
@@ -51,6 +52,7 @@ class EngineInputs:
     records_experts: bool = False
     adapters: tuple[str, ...] = ()
     directory: Path | None = None
+    is_exact: bool = False
 
     @property
     def dtype_name(self) -> str:

@@ -59,6 +59,7 @@ class EngineTraits:
         penalizes: Whether it supports minimum lengths and penalties.
         quantizes: Whether it can hold weights and KV cache in FP8 on GPUs (`rollout.quantization`,
             `rollout.kv_cache_dtype`).
+        matches_exactly: Whether it can compute the same bits as the trainer (`numerics.match`).
         max_stop_tokens: Maximum number of stop tokens in a request with a minimum length; None
             means no limit.
         runs_on_gpus: Whether `hybridrl plan` assumes that it runs on GPUs, even if the host has
@@ -89,6 +90,7 @@ class EngineTraits:
     ends_by_text: bool = False
     penalizes: bool = False
     quantizes: bool = False
+    matches_exactly: bool = False
     max_stop_tokens: int | None = None
     runs_on_gpus: bool = False
     has_fitted_times: bool = False
@@ -125,6 +127,7 @@ ENGINES = {
         reads_images=True,
         ends_by_text=True,
         penalizes=True,
+        matches_exactly=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm.adapter:build",

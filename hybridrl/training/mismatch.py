@@ -18,9 +18,12 @@ from hybridrl.algorithms.correction import off_policy_metrics
 from hybridrl.algorithms.log_ratio import bounded_log_ratio
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
+from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import RolloutBatch
 
 MEAN = "mismatch/logprob_diff_mean"
+MAX = "mismatch/logprob_diff_max"
+LARGE_DIFFERENCE = 0.1  # nats; half of the usual clip range of 0.2
 WARN_EVERY_STEPS = 50
 
 
@@ -58,9 +61,17 @@ BOUNDS = {
 FP8_BOUNDS = Bounds(refuse=0.8, warn=0.1, residual=0.25)
 
 
-def bounds_of(dtype: torch.dtype, uses_fp8: bool) -> Bounds:
-    """Returns the bounds for a model's type; `uses_fp8` says whether the engine computes in FP8."""
-    return FP8_BOUNDS if uses_fp8 else BOUNDS[dtype]
+# With numerics.match=exact, any difference is an error.
+EXACT_BOUNDS = Bounds(refuse=0.0, warn=0.0, residual=0.0)
+
+
+def bounds_of(dtype: torch.dtype, config: Config) -> Bounds:
+    """Returns the bounds for a model's type, with the engine and the exactness of a
+    configuration.
+    """
+    if config.numerics.is_exact:
+        return EXACT_BOUNDS
+    return FP8_BOUNDS if config.rollout.uses_fp8 else BOUNDS[dtype]
 
 
 def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, float]:
@@ -68,9 +79,9 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 
     `mismatch/kl` estimates KL(engine, trainer) with k3 (Schulman 2020,
     joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d, where d is the trainer's minus the
-    engine's log-probability, capped at 20 inside the exponential. `mismatch/correlation` is
-    Pearson's correlation, or NaN if the log-probabilities of the engine or the trainer are
-    constant.
+    engine's log-probability, capped at 20 inside the exponential. `mismatch/share_above_0.1` is the
+    share of tokens with |d| above LARGE_DIFFERENCE. `mismatch/correlation` is Pearson's
+    correlation, or NaN if the log-probabilities of the engine or the trainer are constant.
 
     Args:
         batch: Batch that contains the engine's log-probabilities, `behaviour_logp_T`.
@@ -82,7 +93,8 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     trainer_R = response_values(logp_T, batch).double()
     d_R = trainer_R - engine_R
     k3_R = bounded_log_ratio(d_R).expm1() - d_R
-    gap, k3, *means = over.means(d_R.abs(), k3_R, engine_R, trainer_R).tolist()
+    is_large_R = (d_R.abs() > LARGE_DIFFERENCE).double()
+    gap, k3, large, *means = over.means(d_R.abs(), k3_R, is_large_R, engine_R, trainer_R).tolist()
     sides = engine_R, -engine_R, trainer_R, -trainer_R
     largest, *extremes = over.largest(d_R.abs(), *sides).amax(0).tolist()
     is_constant = extremes[0] == -extremes[1] or extremes[2] == -extremes[3]
@@ -90,7 +102,8 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     ee, tt, et = over.totals(e_R.square(), t_R.square(), e_R * t_R)
     return {
         MEAN: gap,
-        "mismatch/logprob_diff_max": largest,
+        MAX: largest,
+        "mismatch/share_above_0.1": large,
         "mismatch/kl": k3,
         "mismatch/correlation": float("nan") if is_constant else float(et / (ee * tt).sqrt()),
     }
@@ -109,12 +122,16 @@ class MismatchWarning:
 
     Args:
         dtype: Data type of the model's parameters.
-        uses_fp8: Whether the engine computes in FP8.
+        config: Configuration of the run.
     """
 
-    def __init__(self, dtype: torch.dtype, uses_fp8: bool = False) -> None:
-        self._bound = bounds_of(dtype, uses_fp8).warn
-        self._dtype = str(dtype).removeprefix("torch.") + (" with FP8 rollouts" if uses_fp8 else "")
+    def __init__(self, dtype: torch.dtype, config: Config) -> None:
+        self._bound = bounds_of(dtype, config).warn
+        self._dtype = str(dtype).removeprefix("torch.")
+        if config.numerics.is_exact:
+            self._dtype += " with numerics.match=exact"
+        elif config.rollout.uses_fp8:
+            self._dtype += " with FP8 rollouts"
         self._last_step: int | None = None
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:

@@ -50,6 +50,7 @@ from hybridrl.models.megatron.build import (
 )
 from hybridrl.models.megatron.delta_kernels import choose_rule
 from hybridrl.models.megatron.delta_net import set_rule
+from hybridrl.models.megatron.exact import compute_exactly
 from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
@@ -262,6 +263,15 @@ class ParallelModel:
         assert lender.mesh is self.mesh and lender.layers.kind == self.layers.kind
         trained = self._layout(self.trained_family, self._place).shapes if self.lora else ()
         return shareable(self.base_layout(), lender.base_layout(), trained, lender.frozen_weights())
+
+    def match_engine(self) -> None:
+        """Makes forward passes compute the same bits as the engine (`numerics.match`).
+
+        Raises:
+            ModelError: The model has a module that cannot.
+        """
+        with self.world.all_agree("replacing operations by exact ones"):
+            compute_exactly(self._chunks)
 
     def replay_experts(self) -> None:
         """Makes the model reuse the experts that the engine selected, for batches that record them.

@@ -87,6 +87,7 @@ def expected(batch: TrainBatch, logp_T: torch.Tensor) -> dict[str, float]:
     return {
         "mismatch/logprob_diff_mean": np.abs(d).mean(),
         "mismatch/logprob_diff_max": np.abs(d).max(),
+        "mismatch/share_above_0.1": (np.abs(d) > 0.1).mean(),
         "mismatch/kl": (np.exp(d) - 1 - d).mean(),
         "mismatch/correlation": np.corrcoef(engine, trainer)[0, 1],
     }

@@ -77,6 +77,7 @@ WALLS = {
         "models/megatron/clamped_experts.py",
         "models/megatron/delta_net.py",
         "models/megatron/dispatch.py",
+        "models/megatron/exact.py",
         "models/megatron/expert_adapters.py",
         "models/megatron/attention.py",
         "models/megatron/norm.py",

@@ -11,6 +11,8 @@ import torch
 from batches import rollout_batch
 
 from hybridrl.cli.check import judge_engines
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import Config
 from hybridrl.debug.verdicts import (
     Answer,
     Finding,
@@ -24,6 +26,11 @@ from hybridrl.debug.verdicts import (
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.training.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
+
+
+def config(*overrides: str) -> Config:
+    content = {"run": {"name": "x"}, "model": {"init": "x"}, "algorithm": {"name": "grpo"}}
+    return load_config_dict(content, overrides)
 
 
 def answers(engine: str, *responses: tuple[list[int], list[float]]) -> dict[str, Any]:
@@ -68,6 +75,7 @@ def test_mismatch_metrics_are_their_formulas_in_float64(scale: float) -> None:
         {
             "mismatch/logprob_diff_mean": math.fsum(map(abs, gaps)) / len(gaps),
             "mismatch/logprob_diff_max": max(map(abs, gaps)),
+            "mismatch/share_above_0.1": sum(abs(gap) > 0.1 for gap in gaps) / len(gaps),
             "mismatch/kl": math.fsum(k3) / len(gaps),
             "mismatch/correlation": np.corrcoef(engine, trainer)[0, 1],
         },
@@ -77,7 +85,7 @@ def test_mismatch_metrics_are_their_formulas_in_float64(scale: float) -> None:
 
 
 def test_warning_comes_once_and_then_every_50_steps() -> None:
-    warning = MismatchWarning(torch.bfloat16)
+    warning = MismatchWarning(torch.bfloat16, config())
     small, large = {MEAN: 0.0199}, {MEAN: 0.0201}
     assert warning.text(1, small) is None and warning.text(2, {}) is None
     first = warning.text(3, large)
@@ -86,7 +94,11 @@ def test_warning_comes_once_and_then_every_50_steps() -> None:
         assert part in first
     told = [step for step in range(4, 160) if warning.text(step, large) is not None]
     assert told == [53, 103, 153]
-    assert MismatchWarning(torch.float32).text(1, {MEAN: 0.002}) is not None
+    assert MismatchWarning(torch.float32, config()).text(1, {MEAN: 0.002}) is not None
+    exact = MismatchWarning(torch.bfloat16, config("numerics.match=exact"))
+    assert exact.text(1, {MEAN: 0.0}) is None
+    said = exact.text(1, {MEAN: 1e-9})
+    assert said is not None and "numerics.match=exact" in said
 
 
 LAYOUT = RolloutLayout.consecutive(4, 2)

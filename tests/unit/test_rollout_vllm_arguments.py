@@ -132,3 +132,10 @@ def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.Monk
     )
     rollout_setup.build_engine(config, model, RolloutLayout.consecutive(1, 1), reserved_bytes=7)
     assert (made[0].reserved_bytes, made[0].eager) == (7, True)
+
+
+def test_logits_are_fp32_as_in_the_trainer() -> None:
+    assert arguments(120)["hf_overrides"] == {"head_dtype": "float32"}
+    plain = EngineSettings(QWEN_7B, FAMILY.architectures, "float32", 8, 64)
+    found = engine_arguments(plain, FAMILY.shape(QWEN_7B), 1, GIB, None)
+    assert "hf_overrides" not in found

@@ -16,7 +16,7 @@ are not sent (context_parallel.py says which rank holds which positions).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -368,6 +368,8 @@ class PackedAttention(MegatronModule):
         if self.num_before is not None and self.num_before < 0:
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's value
+        # Takes query, key, value, the mask (N, Q, K) and the scale; exact.py sets it.
+        self.attend_exactly: Callable[..., torch.Tensor] | None = None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -435,7 +437,8 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         mask = None
         is_explicit = bool(self.soft_cap) or self.softmax_offset is not None
-        if query_position_NQ is not None or self.num_before is not None or is_explicit:
+        has_mask = is_explicit or self.attend_exactly is not None
+        if query_position_NQ is not None or self.num_before is not None or has_mask:
             column_K = torch.arange(key.size(2))
             # Without query positions, queries and keys are the same tokens.
             position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
@@ -445,6 +448,8 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
+        if self.attend_exactly is not None and mask is not None:
+            return self.attend_exactly(query, key, value, mask[:, 0], self.scale)
         if is_explicit and mask is not None:
             return explicit_attention(
                 query,

@@ -76,6 +76,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
+        is_exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
@@ -98,6 +99,8 @@ class _TokenStatsFunction(torch.autograd.Function):
         ctx.num_positions = hidden_SD.size(0)
         ctx.set_materialize_grads(False)
         logp = target_logit - largest - log_sum
+        if is_exact:
+            logp = ops.invariant_logps(hidden_ND, shard_VD, target_N, temperature)
         return _at_rows(logp, rows_N, len(hidden_SD)), _at_rows(entropy, rows_N, len(hidden_SD))
 
     @staticmethod
@@ -127,7 +130,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         is_added = main_grad_VD is not None
         grad_weight = _placeholder(weight_VD) if is_added else _padded(grad_shard, weight_VD)
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 class _ChosenLogits(torch.autograd.Function):
@@ -293,7 +296,10 @@ class LanguageModel(PackedModel):
 
     Attributes:
         num_top: Number of most likely tokens to find at each position.
+        is_exact: Whether log-probabilities have the bits that an engine computes (exact.py).
     """
+
+    is_exact = False
 
     def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -334,7 +340,7 @@ class LanguageModel(PackedModel):
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
         target_N = columns_NC[:, 0].contiguous()  # the kernels need contiguous targets
-        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head)
+        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head, self.is_exact)
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)

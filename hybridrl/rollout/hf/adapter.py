@@ -30,8 +30,10 @@ from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
+from hybridrl.rollout.hf.exact import compute_exactly
 from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
 from hybridrl.rollout.hf.experts import ChosenExperts
+from hybridrl.rollout.hf.head import compute_wide_logits
 from hybridrl.rollout.hf.images import ImageModel
 from hybridrl.rollout.hf.linear_adapters import RowAdapters, hold_linear_adapters
 from hybridrl.rollout.hf.slot_cache import LINEAR, SlotCache
@@ -56,6 +58,7 @@ def build(inputs: EngineInputs) -> HfEngine:
         inputs.records_experts,
         inputs.adapters,
         inputs.directory,
+        inputs.is_exact,
     )
 
 
@@ -70,6 +73,7 @@ class HfEngine(QueuedEngine):
         adapters: Names of LoRA adapters that the engine holds in addition to the policy's, if the
             family has adapters.
         directory: Directory with the files of the model's image processor.
+        is_exact: Whether results have the bits that the trainer computes (`numerics.match`).
     """
 
     name = "hf"
@@ -84,12 +88,17 @@ class HfEngine(QueuedEngine):
         records_experts: bool = False,
         adapters: Sequence[str] = (),
         directory: Path | None = None,
+        is_exact: bool = False,
     ) -> None:
         super().__init__()
         self._device = torch.device(device)
         if not isinstance(model_config, Mapping):
             model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
+        if is_exact:
+            compute_exactly(self._model)
+        else:
+            compute_wide_logits(self._model)
         text_config = self._model.config.get_text_config()
         _refuse_undecodable(text_config)
         self._masks = _Masks(text_config)

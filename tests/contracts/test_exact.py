@@ -1,0 +1,181 @@
+"""Exact mode: engine and trainer compute the same bits for the same tokens. Real Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import HF_MODELS, TINY, WINDOWED_MODELS, make_requests, write_weights
+from small_runs import small_run
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridrl.algorithms.grpo import Grpo
+from hybridrl.config.schema import GrpoConfig, TrainConfig
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.models.family import resolve_family
+from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.megatron import exact
+from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.mesh import Mesh
+from hybridrl.roles.policy import Policy
+from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.rollout.hf.adapter import HfEngine
+from hybridrl.training.model import ModelSource, ParallelModel
+
+GEMMA3 = {
+    **TINY,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True,
+}
+MISTRAL = {"mistral-window": WINDOWED_MODELS["mistral-window"]}
+MODELS: dict[str, dict[str, Any]] = {**HF_MODELS, **MISTRAL, "gemma3": GEMMA3}
+
+
+def reference(name: str) -> Any:
+    """Returns a transformers model with random weights."""
+    fields = dict(MODELS[name])
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.data = 0.3 * noise if parameter.ndim > 1 else 0.5 + 0.1 * noise
+    return model
+
+
+def rollouts_of(engine: Any, temperature: float) -> TrainBatch:
+    """Returns responses of the engine to several prompts, one of them long."""
+    prompts = [request.prompt for request in make_requests(3, SamplingParams())]
+    prompts[1] = prompts[1] * 25
+    requests = []
+    for i in range(9):
+        sampling = SamplingParams(temperature, max_new_tokens=1 if i == 5 else 7 + i)
+        (request,) = make_requests(1, sampling, seed=i)
+        requests.append(replace(request, request_id=i, prompt=prompts[i // 3]))
+    made = [
+        Rollout(
+            done.request_id,
+            Prompt(done.request_id // 3, "", request.prompt),
+            done.tokens,
+            done.logps,
+            done.finish_reason,
+            done.version,
+        )
+        for request, done in zip(requests, generate(engine, requests), strict=True)
+    ]
+    here = Producer.here("the test")
+    batch = RolloutBatch.from_rollouts(made, [i // 3 for i in range(len(made))], here)
+    return batch.scored(torch.zeros(batch.num_samples), {}, here).to_train(here)
+
+
+def trainer(mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float) -> Policy:
+    mesh.platform.seed(1)
+    hf_config = AutoConfig.from_pretrained(folder).to_dict()
+    family = resolve_family(None, hf_config)
+    source = ModelSource(family, hf_config, dtype, family.name, folder)
+    train = TrainConfig(micro_batch_tokens=512, layers="torch")
+    model = ParallelModel(mesh, source, "lm", train)
+    load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
+    return Policy(model, Grpo(GrpoConfig()), 1, temperature)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_computes_the_bits_that_the_engine_sampled_with(
+    mesh: Mesh, tmp_path: Path, name: str, dtype: str
+) -> None:
+    model, temperature = reference(name), 0.7
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    engine = HfEngine(config, dtype, max_batch=4, is_exact=True)
+    write_weights(engine, model, 0)
+    batch = rollouts_of(engine, temperature)
+    policy = trainer(mesh, tmp_path, getattr(torch, dtype), temperature)
+    usual_T = policy.logprobs(batch)
+    policy.model.match_engine()
+    exact_T = policy.logprobs(batch)
+    assert torch.equal(exact_T, batch.behaviour_logp_T)
+    # The usual operations round differently, so that the test can fail.
+    assert not torch.equal(usual_T, batch.behaviour_logp_T)
+    assert float((usual_T - exact_T).abs().max()) < (0.5 if dtype == "bfloat16" else 1e-4)
+
+
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 7, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
+    norm = torch.randn(24, requires_grad=True)
+    query, key, value = (torch.randn(2, n, 9, 8, requires_grad=True) for n in (4, 2, 2))
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()[None]
+    pairs = (
+        (exact._Product.apply(x, weight), x @ weight.T, (x, weight)),
+        (
+            exact._Norm.apply(x, norm, 1e-5, is_centered),
+            torch.nn.functional.rms_norm(x, (24,), norm + float(is_centered), 1e-5),
+            (x, norm),
+        ),
+        (
+            exact.ExactAttention.apply(query, key, value, seen, 0.3),
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+            ),
+            (query, key, value),
+        ),
+    )
+    for found, expected, inputs in pairs:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        gradient = torch.randn_like(expected)
+        ours = torch.autograd.grad(found, inputs, gradient)
+        theirs = torch.autograd.grad(expected, inputs, gradient)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+class Watched:
+    """One training step: its metrics, the passes that only compute log-probabilities, and the
+    largest log-ratio of each micro-batch.
+    """
+
+    def __init__(self, folder: Path, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_passes, self.log_ratios = 0, list[float]()
+        logprobs, loss = Policy.logprobs, Grpo.loss
+
+        def counted(*args: Any, **keywords: Any) -> torch.Tensor:
+            self.num_passes += 1
+            return logprobs(*args, **keywords)
+
+        def watched(own: Grpo, logp_S: Any, entropy_S: Any, micro: Any, total: float) -> Any:
+            ratio_S = (logp_S.detach() - micro.old_logp_S)[micro.loss_mask_S]
+            self.log_ratios.append(float(ratio_S.abs().max()))
+            return loss(own, logp_S, entropy_S, micro, total)
+
+        knobs = ["rollout.engine=hf", "steps.updates_per_step=2", "steps.num_steps=2"]
+        knobs += [f"numerics.match={match}", f"run.name={match}"]
+        with small_run(folder, *knobs) as run, monkeypatch.context() as patched:
+            run.check_engine()
+            patched.setattr(Policy, "logprobs", counted)
+            patched.setattr(Grpo, "loss", watched)
+            self.metrics = run.train_step()
+
+
+def test_a_run_learns_from_the_samplers_log_probabilities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ratios of the first update are exactly 1, and no pass recomputes log-probabilities."""
+    close, exact_run = (Watched(tmp_path, match, monkeypatch) for match in ("close", "exact"))
+    assert exact_run.num_passes == 0 and close.num_passes == 1
+    assert exact_run.log_ratios[0] == 0.0
+    assert exact_run.log_ratios[-1] > 0  # the second update follows changed weights
+    assert exact_run.metrics["mismatch/logprob_diff_max"] == 0.0
+    assert close.metrics["mismatch/logprob_diff_max"] > 0
+    # float32: both sampled the same tokens, and computed the same gradient but for rounding.
+    name = "policy/grad_norm"
+    assert exact_run.metrics[name] == pytest.approx(close.metrics[name], rel=1e-3)
