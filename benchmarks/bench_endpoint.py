@@ -166,7 +166,7 @@ def profile_text(profile: cProfile.Profile) -> str:
     """Returns the functions that took the most time."""
     text = io.StringIO()
     for order in ("tottime", "cumulative"):
-        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(45)
+        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(90)
     return text.getvalue()
 
 

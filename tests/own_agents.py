@@ -111,3 +111,13 @@ async def greedy(task: Any) -> float:
 async def packages(task: Any) -> float:
     """Returns whether a package of the run's environment can be imported."""
     return float(importlib.util.find_spec("pydantic") is not None)
+
+
+async def twice(task: Any, folder: str) -> float:
+    """Has a conversation of two turns, and notes which replica served it."""
+    messages = [user(task.prompt)]
+    await said(task, messages)
+    await said(task, [*messages, user("1=")])
+    kind = "evaluation" if task.is_evaluation else "training"
+    (Path(folder) / f"{kind}_{task.base_url.rpartition(':')[2]}").touch()
+    return float(task.sample % 2)

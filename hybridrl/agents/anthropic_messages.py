@@ -35,8 +35,8 @@ from hybridrl.agents.conversation import (
     assistant,
     tool_call,
 )
+from hybridrl.agents.limits import ContextOverflow
 from hybridrl.agents.samples import Message
-from hybridrl.agents.sessions import ContextOverflow
 
 NOT_SUPPORTED = ("container", "mcp_servers", "output_format")
 STOP_REASONS = {STOP: "end_turn", LENGTH: "max_tokens", TOOL_CALLS: "tool_use"}

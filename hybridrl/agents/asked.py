@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hybridrl.agents.backend import SamplingTerms
 from hybridrl.agents.conversation import BadRequest, Conversation
-from hybridrl.agents.sessions import Turn
+from hybridrl.agents.forest import Turn
 from hybridrl.errors import short
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"

@@ -66,7 +66,9 @@ class ChatTemplate:
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._control = [token.content for token in added if token.special]
-        self._control_starts = {token[:2] for token in self._control}
+        # Few texts have the beginning of any control token, of which there may be hundreds.
+        starts = sorted({re.escape(token[:2]) for token in self._control if token})
+        self._has_control_start = re.compile("|".join(starts) or r"(?!)").search
         self._mark = f"mark-{secrets.token_hex(16)}"
         text = str(getattr(tokenizer, "chat_template", None) or "")
         self._reasoning_key = (
@@ -228,8 +230,7 @@ class ChatTemplate:
         another role.
         """
         if isinstance(value, str):
-            # Few texts have the beginning of any control token, of which there may be hundreds.
-            if not any(start in value for start in self._control_starts):
+            if self._has_control_start(value) is None:
                 return value
             for token in self._control:
                 if token in value:

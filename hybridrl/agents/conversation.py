@@ -56,7 +56,7 @@ class Conversation:
         """Returns digests of the beginnings of the conversation: of no message, of the first
         message, of the first two, and so on. All depend on the tools and template arguments.
         """
-        found = [_digest(b"", [self.tools, self.arguments])]
+        found = [_digest(b"", _json_text([self.tools, self.arguments]))]
         for message in self.messages:
             found.append(next_digest(found[-1], message))
         return found
@@ -66,9 +66,9 @@ def next_digest(digest: bytes, message: Message) -> bytes:
     """Returns the digest of a conversation after another message."""
     if message["role"] != ASSISTANT:
         names = ("role", "content", "tool_call_id", "name")
-        return _digest(digest, [message.get(name) for name in names])
+        return _digest(digest, *(message.get(name) for name in names))
     calls = [_call_identity(call) for call in message.get("tool_calls", ())]
-    return _digest(digest, [ASSISTANT, message["content"].strip(), calls])
+    return _digest(digest, ASSISTANT, message["content"].strip(), _json_text(calls))
 
 
 def same_reasoning(kept: Message, received: Message) -> bool:
@@ -118,9 +118,14 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
     return [function["name"], function["arguments"]]
 
 
-def _digest(before: bytes, value: Any) -> bytes:
-    text = json.dumps(_plain(value), sort_keys=True, ensure_ascii=True, default=str)
-    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+def _digest(before: bytes, *texts: str | None) -> bytes:
+    """Returns the digest of texts after `before`. Their lengths keep neighbours apart."""
+    whole = "".join("-" if text is None else f"{len(text)}:{text}" for text in texts)
+    return hashlib.blake2b(before + whole.encode(), digest_size=16).digest()
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(_plain(value), sort_keys=True, ensure_ascii=True, default=str)
 
 
 def _plain(value: Any) -> Any:

@@ -214,9 +214,10 @@ def main(file: int, parent: int) -> None:
         file: File descriptor of this side of the connection.
         parent: Number of the rank's process.
     """
-    # These signals reach all processes of a job; the rank decides when this one ends.
+    # These signals reach all processes of a job; the rank decides when this one ends. Programs
+    # would inherit SIG_IGN, but do not inherit a handler.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _no_action)
     sys.setswitchinterval(SWITCH_S)
     with Connection(file) as link:
         try:
@@ -292,6 +293,10 @@ def _spawn(file: int) -> subprocess.Popen[bytes]:
         pass_fds=[file],
         start_new_session=True,
     )
+
+
+def _no_action(number: int, frame: object) -> None:
+    """Does nothing on a signal."""
 
 
 def _sendable(error: Exception) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,8 @@ class HostSettings:
 
     Args:
         agent: Section `agent` of the configuration.
-        tokenizer: Tokenizer of the model.
+        tokenizer: Tokenizer of the model, which only the endpoint uses, because threads must not
+            share a tokenizer.
         ends: Tokens that end a turn.
         vocab_size: Number of tokens of the model.
         terms: Sampling parameters, and what a client may change.
@@ -74,11 +74,9 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
     # aiohttp is an optional package, which `check_agent` requires.
     from hybridrl.agents.endpoint import Endpoint
 
-    # The endpoint renders in its own thread, and tokenizers must not be shared by threads.
-    own = copy.deepcopy(settings.tokenizer)
     template = None
-    if getattr(own, "chat_template", None):
-        template = ChatTemplate(own, settings.ends, settings.template_arguments)
+    if getattr(settings.tokenizer, "chat_template", None):
+        template = ChatTemplate(settings.tokenizer, settings.ends, settings.template_arguments)
     sessions = Sessions(settings.terms.max_context, template)
     queue, clocks = TurnQueue(settings.terms), AgentClocks()
     reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
@@ -98,7 +96,7 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
     endpoint = Endpoint(
         sessions,
         queue,
-        own,
+        settings.tokenizer,
         vocab_size=settings.vocab_size,
         host=agent.host,
         port=agent.port + settings.replica if agent.port else 0,

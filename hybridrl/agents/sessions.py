@@ -1,10 +1,8 @@
-"""Sessions of agents: the conversations of an episode, as a forest of turns. No torch.
+"""Sessions of agents: the conversations of an episode, and all open sessions. No torch.
 
-A request that repeats an earlier turn and adds messages continues this turn: it keeps the tokens
-that the engine received and sampled, and only the new messages are rendered. If there are several
-such turns, the request continues the deepest. Any other request begins a new conversation, for
-example after the agent summarised its history or changed its tools. Invariant: a row's tokens are
-exactly the tokens that the engine received and sampled, and nothing is decoded and encoded again.
+forest.py finds the turn that a request continues, limits.py checks budgets, and turn_rows.py makes
+rows of training data. Invariant: a row's tokens are exactly the tokens that the engine received and
+sampled, and nothing is decoded and encoded again.
 
 Any thread may call any function. No lock is held while a turn is sampled, so a session may have
 several turns at the same time.
@@ -20,125 +18,19 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.agents.chat_template import ChatTemplate
-from hybridrl.agents.conversation import (
-    BadRequest,
-    Conversation,
-    call_ids,
-    next_digest,
-    same_reasoning,
-)
-from hybridrl.agents.samples import Budgets, Message, Picker, Row, SessionResult, Span, picked
-from hybridrl.contracts.blobs import Blobs
+from hybridrl.agents.conversation import BadRequest, Conversation, next_digest
+from hybridrl.agents.forest import Forest, Prepared, Turn, rendered_input, token_input
+from hybridrl.agents.limits import Limits
+from hybridrl.agents.samples import Budgets, Message, Picker, Row, SessionResult, picked
+from hybridrl.agents.turn_rows import rows_of, undelivered
 from hybridrl.errors import UserError
 from hybridrl.rollout.engine import Completion
 
 MAX_REMEMBERED = 4096  # ended sessions whose tokens are still recognised
-TURN_BUDGET, TOKEN_BUDGET = "turn_budget_exhausted", "token_budget_exhausted"
-
-
-@dataclass(eq=False)
-class Turn:
-    """A finished turn.
-
-    Args:
-        number: Number of the turn in its session, in the order in which turns finished.
-        parent: Turn that it continues; None if it begins a conversation.
-        num_shared: Number of tokens at the beginning of the parent's path that are the beginning of
-            this turn's input.
-        context: Tokens of the input after those.
-        completion: Sampled tokens.
-        digest: Digest of the conversation up to and including the turn; None if the client sent
-            token ids.
-        message: The turn as the client received it; None if the client sent token ids.
-        request: What the client sent; None if it sent token ids.
-        text: Sampled text, with reasoning and tool calls.
-        is_delivered: Whether a client received the turn.
-    """
-
-    number: int
-    parent: Turn | None
-    num_shared: int
-    context: tuple[int, ...]
-    completion: Completion
-    digest: bytes | None = None
-    message: Message | None = None
-    request: Conversation | None = None
-    text: str = ""
-    is_delivered: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens from the beginning of the conversation to the end of the turn."""
-        return self.num_shared + len(self.context) + len(self.completion.tokens)
-
-    def path(self) -> list[Turn]:
-        """Returns the turns from the beginning of the conversation to this one."""
-        found, turn = [], self
-        while True:
-            found.append(turn)
-            if turn.parent is None:
-                return found[::-1]
-            turn = turn.parent
-
-    def tokens(self) -> tuple[int, ...]:
-        """Returns the tokens from the beginning of the conversation to the end of the turn."""
-        found: list[int] = []
-        for turn in self.path():
-            del found[turn.num_shared :]
-            found += turn.context
-            found += turn.completion.tokens
-        return tuple(found)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A turn that is ready to be sampled.
-
-    Args:
-        tokens: Input of the engine.
-        parent, num_shared: See `Turn`.
-        opens_reasoning: Whether the turn begins inside the reasoning.
-        digest: Digest of the conversation before the turn; None if the client sent token ids.
-        request: What the client sent; None if it sent token ids.
-        max_new_tokens: Maximum number of tokens that the budgets and the context leave.
-        turn: Number of turns that were requested earlier.
-    """
-
-    tokens: tuple[int, ...]
-    parent: Turn | None
-    num_shared: int
-    opens_reasoning: bool = False
-    digest: bytes | None = None
-    request: Conversation | None = None
-    max_new_tokens: int = 0
-    turn: int = 0
-
-    @property
-    def blobs(self) -> Blobs:
-        """Blobs recorded for the tokens that the turn shares with its parent."""
-        return {} if self.parent is None else self.parent.completion.blobs
-
-
-class ContextOverflow(BadRequest):
-    """The messages leave no room for a turn.
-
-    Args:
-        num_tokens: Number of tokens in the messages.
-        most: Maximum number of tokens in messages and turn.
-    """
-
-    def __init__(self, num_tokens: int, most: int) -> None:
-        self.num_tokens, self.most = num_tokens, most
-        super().__init__(
-            f"This model's maximum context length is {most} tokens. However, your messages "
-            f"resulted in {num_tokens} tokens. Please reduce the length of the messages.",
-            "messages",
-            "context_length_exceeded",
-        )
 
 
 class SessionEnded(BadRequest):
@@ -179,15 +71,11 @@ class Session:
         self.token = secrets.token_urlsafe(32)
         self.sample_key, self.row, self.counts = sample_key, row, Counter[str]()
         self.opened_at = time.monotonic()
-        self._budgets, self._template, self._max_kept = budgets, template, max_kept
-        bound = budgets.max_row_tokens
-        self._max_context = max_context if bound is None else min(bound, max_context)
+        self._template = template
         self._lock = threading.RLock()
-        self._turns: list[Turn] = []
-        self._by_digest: dict[bytes, list[Turn]] = {}
-        self._num_finished = self._num_requested = self._num_abandoned = self._num_sampled = 0
+        self._forest, self._limits = Forest(max_kept), Limits(budgets, max_context)
+        self._num_finished = 0
         self._is_open = True
-        self._limit: Literal["turns", "tokens"] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -197,7 +85,7 @@ class Session:
     @property
     def limit(self) -> Literal["turns", "tokens"] | None:
         """First limit because of which a turn was refused; None if none was refused so."""
-        return self._limit
+        return self._limits.reached
 
     @property
     def num_turns(self) -> int:
@@ -208,7 +96,7 @@ class Session:
     def turns(self) -> tuple[Turn, ...]:
         """Finished turns, in the order in which they finished."""
         with self._lock:
-            return tuple(self._turns)
+            return tuple(self._forest.turns)
 
     def prepare(self, conversation: Conversation, max_tokens: int | None = None) -> Prepared:
         """Returns the input for a turn that answers a conversation.
@@ -231,29 +119,13 @@ class Session:
         return len(self._input(conversation).tokens)
 
     def prepare_tokens(self, tokens: Sequence[int], max_tokens: int | None = None) -> Prepared:
-        """Returns the input for a turn after token ids that the client rendered itself.
-
-        The turn continues the earlier turn whose tokens are the longest beginning of `tokens`. The
-        last token of that turn may be missing, because clients replace end tokens.
+        """Returns the input for a turn after token ids that the client rendered itself; see
+        `token_input`.
 
         Raises:
             BadRequest: The session has ended, a budget is exhausted, or `tokens` are too many.
         """
-        given = tuple(tokens)
-        parent, num_shared = None, 0
-        matched: dict[Turn, int] = {}  # number of leading tokens that are those of `given`
-        for turn in self.turns:  # parents come before their children
-            if turn.parent is not None and matched.get(turn.parent, 0) < turn.num_shared:
-                continue
-            own = turn.context + turn.completion.tokens
-            found = given[turn.num_shared : turn.num_tokens]
-            if found != own and found[: len(own) - 1] != own[:-1]:
-                continue
-            length = turn.num_tokens - (found != own)
-            matched[turn] = length
-            if num_shared < length <= len(given):
-                parent, num_shared = turn, length
-        return self._limited(Prepared(given, parent, num_shared), max_tokens)
+        return self._limited(token_input(self.turns, tokens), max_tokens)
 
     def commit(
         self, prepared: Prepared, done: Completion, message: Message | None = None, text: str = ""
@@ -269,7 +141,7 @@ class Session:
         """
         with self._lock:
             self._check_open()
-            self._num_sampled += len(done.tokens)
+            self._limits.note_sampled(len(done.tokens))
             digest = None
             if prepared.digest is not None and message is not None:
                 digest = next_digest(prepared.digest, message)
@@ -284,21 +156,17 @@ class Session:
                 request=prepared.request,
                 text=text,
             )
-            self._turns.append(turn)
+            self._forest.add(turn)
             self._num_finished += 1
-            if digest is not None:
-                self._by_digest.setdefault(digest, []).append(turn)
             self.counts["conversations"] += turn.parent is None
             if turn.parent is not None and turn.num_shared < turn.parent.num_tokens:
                 self.counts["replaced_ends"] += 1
-            if self._max_kept is not None and len(self._turns) > self._max_kept:
-                self._forget(self._turns.pop(0))
             return turn
 
     def abandon(self) -> None:
         """Gives a turn that was prepared but not sampled back to the turn budget."""
         with self._lock:
-            self._num_abandoned += 1
+            self._limits.give_back()
             self.counts["aborted_turns"] += 1
 
     def count(self, event: str) -> None:
@@ -312,177 +180,34 @@ class Session:
             self._is_open = False
 
     def rows(self) -> tuple[Row, ...]:
-        """Returns a row for each turn that no other turn continues with all its tokens, in the
-        order in which the turns finished. Leaves out the undelivered turns.
-        """
-        dropped = self._undelivered()
-        kept = [turn for turn in self.turns if turn not in dropped]
-        covered = {
-            turn.parent
-            for turn in kept
-            if turn.parent is not None and turn.num_shared == turn.parent.num_tokens
-        }
-        return tuple(_row(turn) for turn in kept if turn not in covered)
+        """Returns the rows of the delivered turns; see `rows_of`."""
+        return rows_of(self.turns)
 
     def num_undelivered(self) -> int:
         """Returns the number of turns that no client received and no delivered turn continues."""
-        return len(self._undelivered())
-
-    def _undelivered(self) -> set[Turn]:
-        turns = self.turns
-        continued: set[Turn | None] = set()
-        dropped = set()
-        for turn in reversed(turns):  # children come before their parents
-            if turn.is_delivered or turn in continued:
-                continued.add(turn.parent)
-            else:
-                dropped.add(turn)
-        return dropped
+        return len(undelivered(self.turns))
 
     def _input(self, conversation: Conversation) -> Prepared:
         assert self._template is not None
         digests = conversation.digests()
         with self._lock:
             self._check_open()
-            known, parent = self._deepest(conversation, digests)
-        rendered = None
-        if parent is not None:
-            done = parent.completion
-            last = done.tokens[-1] if done.finish_reason == "stop" else None
-            rendered = self._template.continuation(conversation, known, last)
-        if parent is None or rendered is None:
-            parent, num_shared = None, 0
-            rendered = self._template.whole(conversation)
-        else:
-            num_shared = parent.num_tokens - rendered.num_dropped
-        return Prepared(
-            tokens=(parent.tokens()[:num_shared] if parent else ()) + rendered.tokens,
-            parent=parent,
-            num_shared=num_shared,
-            opens_reasoning=rendered.opens_reasoning,
-            digest=digests[-1],
-            request=conversation,
-        )
-
-    def _deepest(
-        self, conversation: Conversation, digests: Sequence[bytes]
-    ) -> tuple[int, Turn | None]:
-        """Returns the deepest turn whose conversation is the beginning of `conversation`, and its
-        number of messages. If several turns have the same messages, prefers the turn whose tool
-        calls have the identifiers that the client sent, then the newest.
-        """
-        for num in range(len(conversation.messages), 0, -1):
-            found = self._by_digest.get(digests[num])
-            received = conversation.messages[num - 1]
-            fitting = [
-                turn
-                for turn in reversed(found or ())
-                if turn.message is not None and same_reasoning(turn.message, received)
-            ]
-            if fitting:
-                wanted = call_ids(received)
-                alike = [turn for turn in fitting if call_ids(turn.message or {}) == wanted]
-                return num, (alike or fitting)[0]
-        return 0, None
-
-    def _forget(self, turn: Turn) -> None:
-        if turn.digest is not None:
-            self._by_digest[turn.digest].remove(turn)
-            if not self._by_digest[turn.digest]:
-                del self._by_digest[turn.digest]
+            match = self._forest.deepest(conversation, digests)
+        return rendered_input(self._template, conversation, digests, match)
 
     def _limited(self, prepared: Prepared, max_tokens: int | None) -> Prepared:
-        """Returns the turn with its number and token limit, after checking the budgets.
-
-        Turns that are sampled at the same time may together exceed `max_sampled_tokens`.
-        """
+        """Returns the turn with its number and token limit, after checking the budgets."""
         if not prepared.tokens:
             raise BadRequest("The messages are empty.", "messages")
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens: got {max_tokens}; allowed: 1 or more.", "max_tokens")
         with self._lock:
             self._check_open()
-            budgets, num = self._budgets, len(prepared.tokens)
-            if num >= self._max_context:
-                self._limit = self._limit or "tokens"
-                raise ContextOverflow(num, self._max_context)
-            num_taken = self._num_requested - self._num_abandoned
-            if budgets.max_turns is not None and num_taken >= budgets.max_turns:
-                self._limit = self._limit or "turns"
-                raise BadRequest(
-                    f"This session may take {budgets.max_turns} turns, and has taken all of them.",
-                    code=TURN_BUDGET,
-                )
-            limits = [self._max_context - num, max_tokens, budgets.max_turn_tokens]
-            if budgets.max_sampled_tokens is not None:
-                limits.append(budgets.max_sampled_tokens - self._num_sampled)
-                if self._num_sampled >= budgets.max_sampled_tokens:
-                    self._limit = self._limit or "tokens"
-                    raise BadRequest(
-                        f"This session may sample {budgets.max_sampled_tokens} tokens, and has "
-                        "sampled all of them.",
-                        code=TOKEN_BUDGET,
-                    )
-            most = min(limit for limit in limits if limit is not None)
-            self._num_requested += 1
-            return replace(prepared, max_new_tokens=most, turn=self._num_requested - 1)
+            return self._limits.admit(prepared, max_tokens)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise SessionEnded
-
-
-def _row(leaf: Turn) -> Row:
-    """Returns the row that ends with a turn, with all its sampled tokens trained."""
-    path = leaf.path()
-    kept = [turn.num_shared for turn in path[1:]] + [leaf.num_tokens]
-    tokens: list[int] = []
-    logps: list[float] = []
-    observed: list[bool] = []
-    runs: list[list[int]] = []
-    spans = []
-    prompt: tuple[int, ...] = ()
-    for turn, end in zip(path, kept, strict=True):
-        if not runs:
-            prompt += turn.context
-        else:
-            tokens += turn.context
-            logps += [0.0] * len(turn.context)
-            observed += [True] * len(turn.context)
-            runs[-1][1] += len(turn.context)
-        num = end - (turn.num_tokens - len(turn.completion.tokens))
-        spans.append(Span(turn.number, len(tokens), num))
-        tokens += turn.completion.tokens[:num]
-        logps += turn.completion.logps[:num]
-        observed += [False] * num
-        _add_runs(runs, turn.completion.runs, num)
-    request = leaf.request
-    return Row(
-        prompt=prompt,
-        tokens=tuple(tokens),
-        logps=tuple(logps),
-        observed=tuple(observed),
-        versions=tuple((version, count) for version, count in runs),
-        finish_reason=leaf.completion.finish_reason,
-        spans=tuple(spans),
-        blobs=leaf.completion.blobs,
-        messages=(*request.messages, leaf.message) if request and leaf.message else (),
-        tools=request.tools if request else (),
-        text=leaf.text,
-    )
-
-
-def _add_runs(runs: list[list[int]], added: Iterable[tuple[int, int]], num_tokens: int) -> None:
-    """Appends the versions of the first `num_tokens` tokens of a turn to those of a row."""
-    for version, whole in added:
-        count = min(whole, num_tokens)
-        num_tokens -= count
-        if not count:
-            break
-        if runs and runs[-1][0] == version:
-            runs[-1][1] += count
-        else:
-            runs.append([version, count])
 
 
 @dataclass

@@ -22,7 +22,8 @@ from typing import Any
 from hybridrl.agents.asked import LENGTH, STOP, TOOL_CALLS, Answer, Asked
 from hybridrl.agents.backend import BackendClosed, TurnAborted, TurnBackend, TurnRequest
 from hybridrl.agents.conversation import BadRequest, Conversation, assistant, tool_call
-from hybridrl.agents.sessions import Prepared, Session, Sessions
+from hybridrl.agents.forest import Prepared
+from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.environments.chat import text_of_turn
 from hybridrl.rollout.engine import Completion

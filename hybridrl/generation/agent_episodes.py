@@ -2,7 +2,7 @@
 
 A response is an episode of an agent. It ends when the program ends, and consists of the
 conversations that the program had. The tokens of these conversations are exactly the tokens that
-the engine received and sampled (agents/sessions.py).
+the engine received and sampled (agents/turn_rows.py).
 
 Who waits for whom: only the first rank of a replica has an endpoint and runs programs. Between
 engine steps this rank sends the new requests and the responses that ended to the other ranks of its

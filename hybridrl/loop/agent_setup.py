@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 from collections.abc import Callable
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -86,7 +88,8 @@ def _host(settings: HostSettings) -> tuple[Host, list[str]]:
     try:
         host = HostProcess(settings)
     except CannotMove as error:
-        found, notes = make_host(settings)
+        own = replace(settings, tokenizer=copy.deepcopy(settings.tokenizer))
+        found, notes = make_host(own)
         note = "the endpoint slows the engine, because it runs in the same process: the tokenizer "
         return found, [*notes, f"{note}cannot be sent to another process ({error})"]
     return host, list(host.notes)

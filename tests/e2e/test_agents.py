@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -271,3 +273,48 @@ def test_a_replica_of_two_ranks_serves_programs(tmp_path: Path, engine: str) -> 
     for one in records(tmp_path / "agents"):
         assert one["reward/mean"] == 0.5 and one["agent/turns_mean"] == 2
         assert one["mismatch/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize(("engine", "tp"), [("hf", 1), ("vllm", 2)])
+def test_programs_outside_play_the_tasks_of_all_replicas(
+    tmp_path: Path, engine: str, tp: int
+) -> None:
+    if engine != "hf" and engine not in PACKAGED:
+        pytest.skip(f"{engine} is not installed")
+    config = config_of(
+        tmp_path,
+        {"server": True, "max_turn_tokens": 6},
+        rollout={"engine": engine, "tp": tp},
+        data={"eval_prompts": str(MODEL.parent / "heldout.jsonl"), "eval_limit": 8},
+        steps={"num_steps": 2, "eval_every": 2, "max_policy_lag": 2 - tp},
+    )
+    folder = tmp_path / "agents"
+    process = start(["train", write_config(tmp_path, config), "--world", "2"])
+    until = time.monotonic() + 200
+    while len(list((folder / "agents").glob("replica_*.json"))) < 2 // tp:
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.1)
+    words = ("hybridrl.agents.outside", str(folder), "own_agents:twice")
+    options = ("--options", json.dumps({"folder": str(tmp_path)}))
+    paths = os.pathsep.join((str(ROOT / "tests"), str(ROOT)))
+    program = subprocess.run(
+        [sys.executable, "-m", *words, *options],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert program.returncode == 0, program.stderr
+    served = Counter(one.name.partition("_")[0] for one in tmp_path.glob("*_[0-9]*"))
+    assert served == {"training": 2 // tp, "evaluation": 2 // tp}  # every replica
+    steps = records(folder)
+    assert [one["step"] for one in steps] == [1, 2]
+    for one in steps:
+        assert one["reward/mean"] == 0.5 and one["agent/turns_mean"] == 2
+        if tp == 2:  # without a lag, the policy that sampled is the policy that trains
+            assert one["mismatch/logprob_diff_max"] < 1e-4

@@ -13,8 +13,9 @@ from test_agent_runners import Held, host_of
 from hybridrl.agents.backend import TurnRequest
 from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.host import AgentHost
+from hybridrl.agents.limits import ContextOverflow
 from hybridrl.agents.samples import Budgets, pick_all
-from hybridrl.agents.sessions import ContextOverflow, Session, Sessions
+from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.tasks import Report
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.contracts.batch import Prompt

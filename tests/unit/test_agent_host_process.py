@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -126,6 +127,11 @@ def test_a_process_ends_with_its_programs_when_the_rank_closes_it(tmp_path: Path
         assert time.monotonic() < until
         time.sleep(0.05)
     (worker,) = process.children()
+    os.kill(process.pid, signal.SIGTERM)  # a job's signal, which the rank handles
+    status = Path(f"/proc/{worker.pid}/status").read_text()
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)  # type: ignore[index]
+    assert not ignored & 1 << signal.SIGTERM - 1
+    host.versions([])  # still answers
     host.close()
     assert not process.is_running() and not worker.is_running()
     assert not list((tmp_path / "logs").glob("*.agents"))

@@ -11,8 +11,9 @@ import pytest
 from agent_templates import FAMILIES, TOOL, chat_template, end_ids, sampled, tokenizer_of
 
 from hybridrl.agents.conversation import BadRequest, Conversation, assistant, tool_call
+from hybridrl.agents.forest import Turn
 from hybridrl.agents.samples import Budgets, pick_last
-from hybridrl.agents.sessions import Session, SessionEnded, Sessions, Turn
+from hybridrl.agents.sessions import Session, SessionEnded, Sessions
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.environments.chat import text_of_turn
 from hybridrl.rollout.engine import Completion

@@ -28,6 +28,7 @@ async def play(
     url: str,
     observation: str | None = None,
     explains: bool = True,
+    shows_prompt: bool = True,
     max_turns: int = 20,
     max_tokens: int | None = None,
     num_rows: int | None = None,
@@ -36,11 +37,11 @@ async def play(
     """Plays one episode and returns the sum of its rewards.
 
     Args:
-        task: Task whose row may have a column `reset` with the arguments of the reset. Its prompt,
-            a text, precedes the first observation.
+        task: Task whose row may have a column `reset` with the arguments of the reset.
         url: Address of the server, such as http://127.0.0.1:8000.
         observation: Field of the observation that the model sees; default: all fields, as JSON.
         explains: Whether the first message contains the schema of actions.
+        shows_prompt: Whether the row's prompt, a text, precedes the first observation.
         max_turns: Maximum number of turns.
         max_tokens: Maximum number of tokens in one turn.
         num_rows, prompt: Options of `rows`, which are not used here.
@@ -57,7 +58,7 @@ async def play(
     async with client as env:
         result = await env.reset(**(task.columns.get("reset") or {}))
         total += float(result.reward or 0.0)
-        parts = [str(task.prompt)] if task.prompt else []
+        parts = [str(task.prompt)] if task.prompt and shows_prompt else []
         parts += [FORM + json.dumps(schema)] if explains else []
         text = "\n\n".join([*parts, _seen(result.observation, observation)])
         messages: list[Any] = [{"role": "user", "content": text}]

@@ -1,0 +1,229 @@
+"""Finished turns of a session as a forest, and the input of the next turn. No torch.
+
+A request that repeats an earlier turn and adds messages continues this turn: it keeps the tokens
+that the engine received and sampled, and only the new messages are rendered. If there are several
+such turns, the request continues the deepest. Any other request begins a new conversation, for
+example after the agent summarised its history or changed its tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridrl.agents.chat_template import ChatTemplate
+from hybridrl.agents.conversation import Conversation, call_ids, same_reasoning
+from hybridrl.agents.samples import Message
+from hybridrl.contracts.blobs import Blobs
+from hybridrl.rollout.engine import Completion
+
+
+@dataclass(eq=False)
+class Turn:
+    """A finished turn.
+
+    Args:
+        number: Number of the turn in its session, in the order in which turns finished.
+        parent: Turn that it continues; None if it begins a conversation.
+        num_shared: Number of tokens at the beginning of the parent's path that are the beginning of
+            this turn's input.
+        context: Tokens of the input after those.
+        completion: Sampled tokens.
+        digest: Digest of the conversation up to and including the turn; None if the client sent
+            token ids.
+        message: The turn as the client received it; None if the client sent token ids.
+        request: What the client sent; None if it sent token ids.
+        text: Sampled text, with reasoning and tool calls.
+        is_delivered: Whether a client received the turn.
+    """
+
+    number: int
+    parent: Turn | None
+    num_shared: int
+    context: tuple[int, ...]
+    completion: Completion
+    digest: bytes | None = None
+    message: Message | None = None
+    request: Conversation | None = None
+    text: str = ""
+    is_delivered: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens from the beginning of the conversation to the end of the turn."""
+        return self.num_shared + len(self.context) + len(self.completion.tokens)
+
+    def path(self) -> list[Turn]:
+        """Returns the turns from the beginning of the conversation to this one."""
+        found, turn = [], self
+        while True:
+            found.append(turn)
+            if turn.parent is None:
+                return found[::-1]
+            turn = turn.parent
+
+    def tokens(self) -> tuple[int, ...]:
+        """Returns the tokens from the beginning of the conversation to the end of the turn."""
+        found: list[int] = []
+        for turn in self.path():
+            del found[turn.num_shared :]
+            found += turn.context
+            found += turn.completion.tokens
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A turn that is ready to be sampled.
+
+    Args:
+        tokens: Input of the engine.
+        parent, num_shared: See `Turn`.
+        opens_reasoning: Whether the turn begins inside the reasoning.
+        digest: Digest of the conversation before the turn; None if the client sent token ids.
+        request: What the client sent; None if it sent token ids.
+        max_new_tokens: Maximum number of tokens that the budgets and the context leave.
+        turn: Number of turns that were requested earlier.
+    """
+
+    tokens: tuple[int, ...]
+    parent: Turn | None
+    num_shared: int
+    opens_reasoning: bool = False
+    digest: bytes | None = None
+    request: Conversation | None = None
+    max_new_tokens: int = 0
+    turn: int = 0
+
+    @property
+    def blobs(self) -> Blobs:
+        """Blobs recorded for the tokens that the turn shares with its parent."""
+        return {} if self.parent is None else self.parent.completion.blobs
+
+
+@dataclass(frozen=True)
+class Match:
+    """An earlier turn that a request continues.
+
+    Args:
+        turn: The turn.
+        num_messages: Number of the request's messages up to and including the turn.
+    """
+
+    turn: Turn
+    num_messages: int
+
+
+class Forest:
+    """Finished turns of a session. The caller must not change it from two threads at once.
+
+    Args:
+        max_kept: Number of turns that later requests can continue; older turns are forgotten. None
+            keeps all turns.
+
+    Attributes:
+        turns: Turns that were not forgotten, in the order in which they finished.
+    """
+
+    def __init__(self, max_kept: int | None = None) -> None:
+        self.turns: list[Turn] = []
+        self._max_kept = max_kept
+        self._by_digest: dict[bytes, list[Turn]] = {}
+
+    def add(self, turn: Turn) -> None:
+        """Adds a turn, and forgets the oldest if there are too many."""
+        self.turns.append(turn)
+        if turn.digest is not None:
+            self._by_digest.setdefault(turn.digest, []).append(turn)
+        if self._max_kept is not None and len(self.turns) > self._max_kept:
+            self._forget(self.turns.pop(0))
+
+    def deepest(self, conversation: Conversation, digests: Sequence[bytes]) -> Match | None:
+        """Returns the deepest turn whose conversation is the beginning of `conversation`; None if
+        there is none. If several turns have the same messages, prefers the turn whose tool calls
+        have the identifiers that the client sent, then the newest.
+
+        Args:
+            digests: Digests of `conversation`.
+        """
+        for num in range(len(conversation.messages), 0, -1):
+            found = self._by_digest.get(digests[num])
+            received = conversation.messages[num - 1]
+            fitting = [
+                turn
+                for turn in reversed(found or ())
+                if turn.message is not None and same_reasoning(turn.message, received)
+            ]
+            if fitting:
+                wanted = call_ids(received)
+                alike = [turn for turn in fitting if call_ids(turn.message or {}) == wanted]
+                return Match((alike or fitting)[0], num)
+        return None
+
+    def _forget(self, turn: Turn) -> None:
+        if turn.digest is not None:
+            self._by_digest[turn.digest].remove(turn)
+            if not self._by_digest[turn.digest]:
+                del self._by_digest[turn.digest]
+
+
+def rendered_input(
+    template: ChatTemplate,
+    conversation: Conversation,
+    digests: Sequence[bytes],
+    match: Match | None,
+) -> Prepared:
+    """Returns the input for a turn that answers a conversation. Renders only the messages after the
+    turn that the conversation continues, unless the template does not render this turn.
+
+    Args:
+        digests: Digests of `conversation`.
+        match: Turn that the conversation continues; None if it begins anew.
+
+    Raises:
+        BadRequest: The chat template rejects the messages.
+    """
+    rendered, parent, num_shared = None, None, 0
+    if match is not None:
+        parent, done = match.turn, match.turn.completion
+        last = done.tokens[-1] if done.finish_reason == "stop" else None
+        rendered = template.continuation(conversation, match.num_messages, last)
+    if parent is None or rendered is None:
+        parent = None
+        rendered = template.whole(conversation)
+    else:
+        num_shared = parent.num_tokens - rendered.num_dropped
+    return Prepared(
+        tokens=(parent.tokens()[:num_shared] if parent else ()) + rendered.tokens,
+        parent=parent,
+        num_shared=num_shared,
+        opens_reasoning=rendered.opens_reasoning,
+        digest=digests[-1],
+        request=conversation,
+    )
+
+
+def token_input(turns: Sequence[Turn], tokens: Sequence[int]) -> Prepared:
+    """Returns the input for a turn after token ids that the client rendered itself.
+
+    The turn continues the earlier turn whose tokens are the longest beginning of `tokens`. The last
+    token of that turn may be missing, because clients replace end tokens.
+
+    Args:
+        turns: Finished turns, in the order in which they finished.
+    """
+    given = tuple(tokens)
+    parent, num_shared = None, 0
+    matched: dict[Turn, int] = {}  # number of leading tokens that are those of `given`
+    for turn in turns:  # parents come before their children
+        if turn.parent is not None and matched.get(turn.parent, 0) < turn.num_shared:
+            continue
+        own = turn.context + turn.completion.tokens
+        found = given[turn.num_shared : turn.num_tokens]
+        if found != own and found[: len(own) - 1] != own[:-1]:
+            continue
+        length = turn.num_tokens - (found != own)
+        matched[turn] = length
+        if num_shared < length <= len(given):
+            parent, num_shared = turn, length
+    return Prepared(given, parent, num_shared)
