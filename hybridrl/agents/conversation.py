@@ -68,7 +68,8 @@ def next_digest(digest: bytes, message: Message) -> bytes:
         names = ("role", "content", "tool_call_id", "name")
         return _digest(digest, *(message.get(name) for name in names))
     calls = [_call_identity(call) for call in message.get("tool_calls", ())]
-    return _digest(digest, ASSISTANT, message["content"].strip(), _json_text(calls))
+    text = _json_text(calls) if calls else None
+    return _digest(digest, ASSISTANT, message["content"].strip(), text)
 
 
 def same_reasoning(kept: Message, received: Message) -> bool:

@@ -277,12 +277,9 @@ def test_a_replica_of_two_ranks_serves_programs(tmp_path: Path, engine: str) -> 
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(("engine", "tp"), [("hf", 1), ("vllm", 2)])
-def test_programs_outside_play_the_tasks_of_all_replicas(
-    tmp_path: Path, engine: str, tp: int
-) -> None:
-    if engine != "hf" and engine not in PACKAGED:
-        pytest.skip(f"{engine} is not installed")
+@pytest.mark.parametrize("engine", ["hf", *PACKAGED])
+def test_programs_outside_play_the_tasks_of_all_replicas(tmp_path: Path, engine: str) -> None:
+    tp = 1 if engine == "hf" else 2
     config = config_of(
         tmp_path,
         {"server": True, "max_turn_tokens": 6},

@@ -11,7 +11,9 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import identity
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
+from hybridrl.config.rules_images import image_rules
 from hybridrl.config.schema import Config
+from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import ConfigError
 
 
@@ -73,6 +75,14 @@ def test_sections_that_agents_do_not_support_are_named(sections, name):
     found = {one.name for one in check(config_of({"command": "true"}, **sections), 1)}
     assert name in found
     assert name not in {one.name for one in check(config_of({"command": "true"}), 1)}
+
+
+def test_agents_of_models_that_read_images_are_refused_by_name():
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 8}
+    hf_config = text_part({"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
+    found = {one.name: one for one in image_rules(config_of({"command": "true"}), hf_config)}
+    assert "conversations have no images yet" in found["agent"].allowed
+    assert "agent" not in {one.name for one in image_rules(config_of({}), hf_config)}
 
 
 def test_a_reported_reward_needs_an_agent_and_a_turn_fits_into_the_context():

@@ -88,15 +88,17 @@ async def play(
     return total
 
 
-def rows(num_rows: int = 1000, prompt: str = "", **_: Any) -> Iterator[dict[str, Any]]:
+def rows(
+    num_rows: int = 1000, prompt: str = "Episode {seed}.", **_: Any
+) -> Iterator[dict[str, Any]]:
     """Yields rows that reset the environment with the seeds 0, 1, ...
 
     Args:
         num_rows: Number of rows.
-        prompt: Text that precedes the first observation.
+        prompt: Prompt of each row, in which `{seed}` is the row's seed; default: "Episode {seed}."
     """
     for seed in range(num_rows):
-        yield {"prompt": prompt or f"Episode {seed}.", "reset": {"seed": seed}}
+        yield {"prompt": prompt.replace("{seed}", str(seed)), "reset": {"seed": seed}}
 
 
 def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
