@@ -62,6 +62,7 @@ docs: .venv/installed-docs
 	$(BIN)/python docs/scripts/coming_from.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python docs/scripts/recipes.py
+	$(BIN)/python docs/scripts/models.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: .venv/installed-test

@@ -84,6 +84,20 @@ HYBRID_MODELS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
 }
+# The same with experts, and with projections that are grouped by heads.
+HYBRID_EXPERT_MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        **HYBRID_MODELS["qwen3_5"],
+        "model_type": model_type,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }
+    for name, model_type in (("qwen3_5-moe", "qwen3_5_moe_text"), ("qwen3-next", "qwen3_next"))
+}
+# What vLLM's kernels for gated delta nets have on CPU; their weights and inputs are in bfloat16.
+WIDE_DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Mixtures of experts, which tests of their own look at (test_expert_engines.py).
 EXPERT_MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {
@@ -147,6 +161,7 @@ def of_packages(models: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             **{key: value for key, value in model.items() if key not in REFUSED_KEYS[engine]},
             **WIDE,
             **(WIDE_LATENT if "kv_lora_rank" in model else {}),
+            **(WIDE_DELTA if "linear_key_head_dim" in model else {}),
         }
         for engine in CLASSES
         for name, model in models.items()
@@ -168,8 +183,21 @@ def with_marks(names: dict[str, Any]) -> list[Any]:
 PACKAGED_MODELS = of_packages(HF_MODELS)
 PACKAGED_EXPERT_MODELS = of_packages(EXPERT_MODELS)
 EXPERTS = {**EXPERT_MODELS, **PACKAGED_EXPERT_MODELS}
-PACKAGED_ALL = {**PACKAGED_MODELS, **PACKAGED_EXPERT_MODELS}
-ALL_MODELS = {**HF_MODELS, **WINDOWED_MODELS, **HYBRID_MODELS, **PACKAGED_MODELS, **EXPERTS}
+# By tests of their own (test_hybrid_engines.py), in bfloat16; SGLang refuses recurrent layers.
+PACKAGED_HYBRID_MODELS = {
+    name: model
+    for name, model in of_packages(HYBRID_MODELS | HYBRID_EXPERT_MODELS).items()
+    if name.startswith("vllm")
+}
+PACKAGED_ALL = {**PACKAGED_MODELS, **PACKAGED_EXPERT_MODELS, **PACKAGED_HYBRID_MODELS}
+ALL_MODELS = {
+    **HF_MODELS,
+    **WINDOWED_MODELS,
+    **HYBRID_MODELS,
+    **HYBRID_EXPERT_MODELS,
+    **PACKAGED_ALL,
+    **EXPERTS,
+}
 FUSED = with_marks(PACKAGED_MODELS)
 FUSED_EXPERTS = with_marks(PACKAGED_EXPERT_MODELS)
 MODELS = [*HF_MODELS, *WINDOWED_MODELS, *HYBRID_MODELS, *FUSED]

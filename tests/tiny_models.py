@@ -44,11 +44,15 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolLM3Config,
@@ -86,9 +90,19 @@ YARN_16 = {
     "beta_fast": 4,
     "beta_slow": 0.5,
 }
-CENTERED = ("gemma", "qwen3_5")  # norms that multiply by 1 + their weight
+CENTERED = ("gemma", "qwen3_5", "qwen3_next")  # norms that multiply by 1 + their weight
 FAMILIES = ("llama", "qwen2", "qwen3")
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+HYBRID_EXPERTS = ("qwen3_5_moe_text", "qwen3_next")
+WITH_EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    *HYBRID_EXPERTS,
+)
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -121,8 +135,10 @@ GPT_OSS_ROPE = {
     "beta_slow": 0.5,
     "truncate": False,
 }
-# Gated delta nets with other sizes of keys and values, and attention in every second layer.
+# Gated delta nets with other sizes of keys and values, and attention in every second layer. A
+# smaller epsilon would magnify rounding where a first query and key are nearly orthogonal.
 HYBRID = {
+    "rms_norm_eps": 1e-3,
     "head_dim": 24,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
@@ -136,6 +152,12 @@ HYBRID = {
         "mrope_section": [1, 1, 1],
         "mrope_interleaved": True,
     },
+}
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
 }
 # Features are added after the layers of the first of two stages.
 WITH_IMAGES = {
@@ -254,7 +276,9 @@ def tiny_model(
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
     positions), qwen3_vl (a vision tower), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
-    (gated delta nets and gated attention),
+    (gated delta nets and gated attention), qwen3_5_moe_text (the same with experts, and a shared
+    expert with its gate), qwen3_next (the same, with `dense_layers`; projections of delta nets are
+    grouped by heads),
     qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe (biases, a shared
     expert with its gate), olmoe (norms of queries and keys over all heads), glm4_moe (a part of
     each head turns, a dense first layer, a shared expert), deepseek_v3 (latent attention, scaled
@@ -331,6 +355,16 @@ def tiny_model(
     elif name == "qwen3_5_text":
         own = copy.deepcopy(HYBRID) | (WIDE_HYBRID if wide else {})
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **own))
+    elif name in HYBRID_EXPERTS:
+        own = copy.deepcopy(HYBRID) | SHARED_EXPERT | (WIDE_HYBRID if wide else {})
+        if name == "qwen3_next":
+            own["rope_parameters"] = own["rope_parameters"] | {"partial_rotary_factor": 0.5}
+            for key in ("mrope_section", "mrope_interleaved"):
+                del own["rope_parameters"][key]
+            dense = {"mlp_only_layers": list(dense_layers)}
+            model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **own, **dense))
+        else:
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **own))
     elif name == "qwen3_vl":
         own = copy.deepcopy(WITH_IMAGES) | {"text_config": sizes | WITH_IMAGES["text_config"]}
         if wide:
@@ -358,7 +392,12 @@ def tiny_model(
         # The norm in a gated delta net is not centered. Larger decays would forget too soon.
         shift = 1.0 if is_norm or "linear_attn.norm" in parameter_name else 0.0
         shift = -1.5 if parameter_name.endswith("A_log") else shift
-        parameter.data = noise * 0.1 + shift
+        # Smaller keys and embeddings would be so short that their normalization magnifies rounding.
+        is_short = hasattr(model.config, "linear_key_head_dim") and parameter_name.endswith(
+            ("conv1d.weight", "embed_tokens.weight")
+        )
+        scale = 0.3 if is_short else 0.1
+        parameter.data = noise * scale + shift
         if name == "gpt_oss" and ("gate_up_proj" in parameter_name or "sinks" in parameter_name):
             parameter.data *= 5  # so that many gates are clamped, and sinks take part
     for buffer_name, buffer in model.named_buffers():

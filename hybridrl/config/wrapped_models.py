@@ -67,6 +67,7 @@ WRAPPED: Mapping[str, TextPart] = {
         has_short_names=True,
     ),
     "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_5_moe": TextPart("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "qwen3_vl": TextPart("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
 

@@ -38,6 +38,7 @@ from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models, trains_policy
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
@@ -68,6 +69,7 @@ from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
 from hybridrl.rollout.held_adapters import merged_transport_rules
+from hybridrl.rollout.hybrid_models import hybrid_rules
 from hybridrl.rollout.quantized_models import cpu_rules, quantized_model_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 
@@ -112,6 +114,7 @@ def model_violations(
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
+            found += hybrid_rules(rollout.engine, replays(config), shape)
             folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
             if shape.vision is not None and folder.is_dir():
                 Preprocessing.read(folder, shape.vision)
@@ -619,7 +622,9 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
                 f"hf with models of family {family.name}",
                 f"{name} does not support this family. Set rollout.engine=hf.",
             )
-        yield from package.model_rules(shape, is_cpu)
+        default = "float32" if is_cpu else "bfloat16"
+        dtype = default if config.model.dtype == "auto" else config.model.dtype
+        yield from package.model_rules(shape, dtype, is_cpu)
         yield from cpu_rules(config.rollout.quantization, config.rollout.kv_cache_dtype, is_cpu)
 
 

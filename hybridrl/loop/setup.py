@@ -22,6 +22,7 @@ from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import trains_policy
 from hybridrl.config.rules import check, without_training
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_optimizer import gradient_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -42,6 +43,7 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 from hybridrl.rollout.held_adapters import merged_transport_rules
+from hybridrl.rollout.hybrid_models import hybrid_rules
 from hybridrl.rollout.quantized_models import quantized_model_rules
 
 PLANNER = "hybridrl.services.planner.choose"
@@ -110,6 +112,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         family, shape = read_model(config.model.family, model_config)
         found += bias_rule(train.moe.bias_update_rate, family, shape)
         found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
+        found += hybrid_rules(config.rollout.engine, replays(config), shape)
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)
         found += lora_rules(config.lora, family, shape)

@@ -50,6 +50,8 @@ def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     if row.kind in ("heads", "kv_heads"):
         heads = shape.num_heads if row.kind == "heads" else shape.num_kv_heads
         _even(row, heads, tp, tp_rank)
+    if row.kind == "grouped":
+        return _grouped_cut(row, tp, tp_rank)
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     _heads(row, shape, tp, tp_rank)
@@ -72,6 +74,8 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
         return Cut(0, [Run(0, 0, row.shapes[0][0])])
     if row.kind == "heads":
         _even(row, shape.num_heads, tp, tp_rank)
+    if row.kind == "grouped":  # engines keep the order of the HF tensor
+        _groups(row, tp, tp_rank)
     if row.kind != "qkv":
         return plain_cut(row, tp, tp_rank)
     (q0, q1), (kv0, kv1) = _heads(row, shape, tp, tp_rank)
@@ -102,6 +106,24 @@ def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> Cut:
     first, last = (min(edge, row.shapes[0][0]) for edge in (start, stop))
     runs = [Run(0, first, last)] if first < last else []
     return Cut(0, runs, stop - start - (last - first))
+
+
+def _groups(row: Row, tp: int, tp_rank: int) -> range:
+    """Returns the groups of a row of kind `grouped` that a rank holds."""
+    num_groups, rest = divmod(row.shapes[0][0], sum(row.group))
+    if rest:
+        raise table_error(row.megatron, f"{row.shapes[0][0]} rows in groups of {row.group}")
+    return range(*_even(row, num_groups, tp, tp_rank))
+
+
+def _grouped_cut(row: Row, tp: int, tp_rank: int) -> Cut:
+    runs, size = [], sum(row.group)
+    for section, num_rows in enumerate(row.group):
+        offset = sum(row.group[:section])
+        for group in _groups(row, tp, tp_rank):
+            start = group * size + offset
+            runs.append(Run(0, start, start + num_rows))
+    return Cut(0, runs)
 
 
 def _heads(

@@ -31,7 +31,16 @@ from hybridrl.models.vision.shape import VisionShape
 
 HfConfig = Mapping[str, Any]
 RowKind = Literal[
-    "vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up", "sections"
+    "vocab",
+    "replicated",
+    "column",
+    "heads",
+    "kv_heads",
+    "row",
+    "qkv",
+    "gate_up",
+    "sections",
+    "grouped",
 ]
 Stage = Literal["first", "layer", "last"]
 
@@ -337,7 +346,9 @@ class Row:
             split evenly. `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then split evenly.
             `gate_up`: each part is split evenly along dim 0; a rank concatenates its slices. `qkv`:
             the rows of the three parts are interleaved per key-value head (its query heads, its
-            key, its value), then split evenly, possibly within a head's group.
+            key, its value), then split evenly, possibly within a head's group. `grouped`: the HF
+            tensor's rows are divided into groups of `group` rows; each rank has whole groups, and
+            concatenates the first sections of its groups, then the second ones, and so on.
         stage: Pipeline stage that holds the parameter: the first, the last, or the stage of its
             layer.
         num_experts: Number of experts that each have this parameter; 0 if it does not belong to an
@@ -345,6 +356,7 @@ class Row:
         layers: Global indices of the layers that have the parameter; None if all layers have it.
         stored: Indices of the parts that the parameter contains; None if it contains all. The other
             parts only determine how the parameter is sharded.
+        group: Numbers of rows of the sections of a group, for kind `grouped`.
     """
 
     megatron: str
@@ -355,6 +367,7 @@ class Row:
     num_experts: int = 0
     layers: tuple[int, ...] | None = None
     stored: tuple[int, ...] | None = None
+    group: tuple[int, ...] = ()
 
     @property
     def stored_parts(self) -> Sequence[int]:

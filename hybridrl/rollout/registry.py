@@ -37,6 +37,7 @@ class EngineTraits:
         takes_experts: Whether it supports mixture-of-experts models.
         takes_expert_maps: Whether any rank of a replica may hold any expert, so that experts can
             stay where they are trained; otherwise the engine assigns experts in its own order.
+        takes_recurrent_layers: Whether it supports models with recurrent layers (models/mixers.py).
         takes_adapters: Whether it can hold LoRA adapters next to the weights; otherwise it receives
             weights with the adapters merged into them.
         adapts_direct_latents: Whether these adapters may be on the first layers of latent attention
@@ -76,6 +77,7 @@ class EngineTraits:
     has_fused_parameters: bool = False
     takes_experts: bool = False
     takes_expert_maps: bool = False
+    takes_recurrent_layers: bool = False
     takes_adapters: bool = False
     adapts_direct_latents: bool = False
     records_experts: bool = False
@@ -105,23 +107,29 @@ class EnginePackage:
         installed_version: Function that returns build and version, given whether the host has no
             GPUs. Raises UserError if the package is missing or does not suit the host.
         model_rules: Function that returns the reasons why the package cannot run a model, given a
-            `ModelShape` and whether the host has no GPUs.
+            `ModelShape`, the name of the weights' data type, and whether the host has no GPUs.
         tested: For each tested build and version, as `installed_version` returns them, the devices
             on which tests ran.
         support: Takes whether the host has no GPUs; returns the supported versions.
+        hybrid_request_bytes: For models with recurrent layers, function that returns the bytes of
+            cache that a rank needs for a request, given a `ModelShape`, the request's length, the
+            tensor-parallel size, and the bytes per element of keys and of the model. None if a
+            request needs exactly its keys, values and states.
     """
 
     is_installed: Callable[[], bool]
     installed_version: Callable[[bool], str]
-    model_rules: Callable[[Any, bool], Iterable[UserError]]
+    model_rules: Callable[[Any, str, bool], Iterable[UserError]]
     tested: Mapping[str, str]
     support: Callable[[bool], Support]
+    hybrid_request_bytes: Callable[[Any, int, int, int, int], int] | None = None
 
 
 ENGINES = {
     "hf": EngineTraits(
         builder="hybridrl.rollout.hf.adapter:build",
         takes_experts=True,
+        takes_recurrent_layers=True,
         takes_adapters=True,
         records_experts=True,
         reads_images=True,
@@ -136,6 +144,7 @@ ENGINES = {
         is_expert_parallel=True,
         takes_experts=True,
         takes_expert_maps=True,
+        takes_recurrent_layers=True,
         records_experts=True,
         reads_images=True,
         takes_adapters=True,
@@ -177,6 +186,7 @@ ENGINES = {
         builder="hybridrl.rollout.scripted:build",
         computes=False,
         takes_experts=True,
+        takes_recurrent_layers=True,
     ),
 }
 

@@ -1,10 +1,10 @@
 """One rank of the test of packages' engines: Megatron TP2 x PP2 resharded into them, against
 transformers.
 
-packaged_worker.py ENGINE FOLDER some|more
+packaged_worker.py ENGINE FOLDER some|more|hybrid
 
 FOLDER/NAME_0 and FOLDER/NAME_1 are two HF directories of one model; `more` are the cases that
-`some` leaves out.
+`some` leaves out. `hybrid` are models with recurrent layers, which are computed in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from packaged import engine_class
+from rounded_agreement import check_rounded
 from tiny_models import LONGEST, as_long
 from transformers import AutoModelForCausalLM
 
@@ -58,11 +59,18 @@ OF_ENGINE = {
         (name, PAIRS) for name in ("mistral", "granite", "phi35", "glm4", "gemma2", "gemma3_text")
     ],
     ("vllm", "more"): [("phi3", PAIRS), ("phi4mini", PAIRS)],
+    ("vllm", "hybrid"): [
+        ("qwen3_5_text", PAIRS),
+        ("qwen3_next", INTERLEAVED),
+        ("qwen3_5_moe_text", RolloutLayout.consecutive(4, 1)),
+    ],
     ("sglang", "some"): [(name, PAIRS) for name in ("granite", "phi35", "glm4")],
     ("sglang", "more"): [("phi4mini", PAIRS)],
 }
 CHOOSE_FACTORS = ("vllm",)  # of longrope, by the longest sequence that they are started for
+ROUNDED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
+LONG_GREEDY = replace(GREEDY, max_new_tokens=24)  # of ROUNDED, for a mean over many tokens
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_new_tokens=5)
 PENALIZED = SamplingParams(
     0.9, 1.0, 0, 6, (1, 2, 3), min_new_tokens=4, repetition_penalty=1.4, presence_penalty=0.6
@@ -154,12 +162,15 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     rank = mesh.world.rank
     hf_config = json.loads((folder / f"{name}_0" / "config.json").read_text())
     family = resolve_family(None, hf_config)
-    parts = family, hf_config, torch.float32, family.name, folder / f"{name}_0"
+    is_rounded = name in ROUNDED
+    dtype = torch.bfloat16 if is_rounded else torch.float32
+    dtype_name = str(dtype).removeprefix("torch.")
+    parts = family, hf_config, dtype, family.name, folder / f"{name}_0"
     source = ModelSource(*parts, LONGEST)
     model = ParallelModel(mesh, source, "lm", TrainConfig(micro_batch_tokens=48))
     # Of longrope as it is on disk, where the engine chooses factors as it would to serve it.
     given = hf_config if engine_name in CHOOSE_FACTORS else source.computed_config
-    settings = EngineSettings(given, family.architectures, "float32", 4, LONGEST)
+    settings = EngineSettings(given, family.architectures, dtype_name, 4, LONGEST)
     torch.manual_seed(rank)
     before = generators()
     shard = TrainingShard(model.layout(), model.weights())
@@ -175,17 +186,19 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
         directory = folder / f"{name}_{version}"
         load_hf(directory, model.layout(), model.weights(), hf_shapes(family, source.shape))
         hybrid.to_rollout(version)
-        oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        asked = requests(replica, GREEDY)
+        with torch.random.fork_rng():  # transformers draws the decays of delta nets
+            oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        asked = requests(replica, LONG_GREEDY if is_rounded else GREEDY)
         done = generate(engine, asked)
-        worst.append(check_greedy(oracle, asked, done))
+        worst.append((check_rounded if is_rounded else check_greedy)(oracle, asked, done))
         check_replica(layout, rank, done)
         sampled.append(generate(engine, requests(replica, SAMPLED)))
         check_replica(layout, rank, sampled[-1])
         if version == 0:
             asked = requests(replica, PENALIZED)
             done = generate(engine, asked)
-            check_penalized(oracle, asked, done)
+            if not is_rounded:
+                check_penalized(oracle, asked, done)
             check_replica(layout, rank, done)
             hybrid.to_train()
     assert sampled[0] != sampled[1]
@@ -193,7 +206,8 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     if layout.tp == 2:
         check_agreement(engine, layout, rank)
     engine.close()
-    print(f"rank {rank} {name} {layout.assignment}: within {max(worst):.1e} of transformers")
+    unit = "times transformers' rounding" if is_rounded else "of transformers"
+    print(f"rank {rank} {name} {layout.assignment}: within {max(worst):.1e} {unit}")
 
 
 def main() -> None:
@@ -204,7 +218,7 @@ def main() -> None:
     mesh = Mesh(World(platform, 120), TrainLayout(4, tp=2, pp=2))
     platform.seed(1)
     torch.set_grad_enabled(False)
-    for name, layout in CASES[which] + OF_ENGINE[engine, which]:
+    for name, layout in CASES.get(which, []) + OF_ENGINE[engine, which]:
         run(engine, folder, name, layout, mesh)
     stop_process_group()
 

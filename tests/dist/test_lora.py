@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
+from tiny_models import FAMILIES, HYBRID_EXPERTS, WITH_EXPERTS, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("lora_worker.py"))
 OTHERS = ("mistral", "smollm3", "phi3", "phi35", "phi4mini", "glm4", "granite", "olmo2")
@@ -35,6 +35,7 @@ WITH_EXPERTS_ON_FOUR = (
     "1,1,1,1,ep=2,etp=2,experts,full",
     "4,1,1,1,etp=2,ep=2,experts,selective",
 )
+RECURRENT = ("2,1,1,1", "1,2,1,2,full")
 FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
 
 
@@ -48,12 +49,13 @@ FOUR_RANKS = ("2,2,1,1", "4,1,1,1", "1,1,1,1,ep=4")
         pytest.param(1, (*OTHERS, *WITH_CAPS, "mixtral"), ("1,1,1,1",), marks=pytest.mark.full),
         pytest.param(2, FAMILIES, (*TWO_RANKS, "1,1,1,1"), marks=pytest.mark.full),
         pytest.param(2, ("llama", "qwen2"), (*WHOLE, *ROLES), marks=pytest.mark.full),
-        pytest.param(2, WITH_EXPERTS[::2], ROLES_OF_EXPERTS, marks=pytest.mark.full),
+        pytest.param(2, WITH_EXPERTS[:7:2], ROLES_OF_EXPERTS, marks=pytest.mark.full),
         pytest.param(4, ("llama",), ("2,2,1,1,whole,roles",), marks=pytest.mark.full),
         pytest.param(4, ("qwen2", "llama"), FOUR_RANKS[:2], marks=pytest.mark.full),
         pytest.param(4, WITH_EXPERTS[:1], FOUR_RANKS, marks=pytest.mark.full),
         pytest.param(2, ("gpt_oss",), ("2,1,1,1,ep=2", "1,2,1,1"), marks=pytest.mark.full),
-        pytest.param(2, ("qwen3_5_text",), ("2,1,1,1", "1,2,1,2,full"), marks=pytest.mark.full),
+        pytest.param(2, ("qwen3_5_text",), RECURRENT, marks=pytest.mark.full),
+        pytest.param(2, HYBRID_EXPERTS, (*RECURRENT, "2,1,1,1,ep=2"), marks=pytest.mark.full),
         pytest.param(2, WITH_EXPERTS[1:5], WITH_EXPERTS_ON_TWO, marks=pytest.mark.full),
         pytest.param(2, ("qwen3_moe", "deepseek_v3"), MORE_ON_TWO, marks=pytest.mark.full),
         pytest.param(4, ("qwen3_moe", "deepseek_v3"), WITH_EXPERTS_ON_FOUR, marks=pytest.mark.full),

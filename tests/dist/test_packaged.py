@@ -7,9 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from launch import run_ranks
 from packaged import CLASSES, PACKAGED, REFUSED_KEYS, needs
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, HYBRID_EXPERTS, tiny_model
 
 # Cases of experts: `some` has experts that are dealt out of order, where the engine takes them so,
 # `latent` deepseek_v3, `sinks` gpt_oss, `more` the rest.
@@ -36,6 +37,20 @@ def test_packaged_engine_equals_transformers_after_each_reshard_in_every_layout(
         for seed in range(2):
             tiny_model(name, seed, wide=True).save_pretrained(tmp_path / f"{name}_{seed}")
     run_ranks(4, WORKER, [engine, str(tmp_path), cases], timeout_s=540)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=needs("vllm"))])
+def test_packaged_engine_with_recurrent_layers_follows_each_reshard(
+    engine: str, tmp_path: Path
+) -> None:
+    for name in ("qwen3_5_text", *HYBRID_EXPERTS):
+        for seed in range(2):
+            model = tiny_model(name, seed, wide=True).to(torch.bfloat16)
+            model.save_pretrained(tmp_path / f"{name}_{seed}")
+    run_ranks(4, WORKER, [engine, str(tmp_path), "hybrid"], timeout_s=540)
 
 
 @pytest.mark.dist

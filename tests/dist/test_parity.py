@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from tiny_models import FAMILIES, WITH_EXPERTS, save_tiny_models
+from tiny_models import FAMILIES, HYBRID_EXPERTS, WITH_EXPERTS, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
 NAMES = (*FAMILIES, "olmo")
@@ -207,6 +207,31 @@ def test_combined_families_have_the_gradients_of_one_process(
 ) -> None:
     names = ",".join(COMBINED)
     run_ranks(world, WORKER, ["compare", str(models), names, *layouts], timeout_s=550)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world", "names", "layouts"),
+    [
+        (2, HYBRID_EXPERTS, (f"2,1,1,1,{ORDER},ep=2,selective",)),
+        pytest.param(
+            2,
+            HYBRID_EXPERTS,
+            [one for one in TWO_RANKS_WITH_EXPERTS if not one.startswith("1,1,2")],
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            4,
+            HYBRID_EXPERTS,
+            (f"2,2,1,1,{ORDER}", *FOUR_RANKS_WITH_EXPERTS[:4]),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_recurrent_layers_with_experts_have_the_gradients_of_one_process(
+    world: int, names: tuple[str, ...], layouts: tuple[str, ...], models: Path
+) -> None:
+    run_ranks(world, WORKER, ["compare", str(models), ",".join(names), *layouts], timeout_s=550)
 
 
 @pytest.mark.dist

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks
-from tiny_models import save_tiny_models
+from tiny_models import HYBRID_EXPERTS, save_tiny_models
 
 WORKER = str(Path(__file__).with_name("shared_prompts_worker.py"))
 NAMES = ("llama", "windowed", "qwen3", "olmo")  # windowed: qwen2, and windows
@@ -25,9 +25,10 @@ def test_shared_prompts_give_the_gradients_of_unshared_ones(tmp_path: Path) -> N
 @pytest.mark.dist
 def test_shared_prompts_continue_recurrent_states(tmp_path: Path, is_full: bool) -> None:
     """The state at the end of a prompt is where each of its samples begins."""
-    save_tiny_models(tmp_path, ("qwen3_5_text",))
+    names = ("qwen3_5_text", *(HYBRID_EXPERTS if is_full else ()))
+    save_tiny_models(tmp_path, names)
     layouts = ("2,1,1,1", *(("1,2,1,1", "1,1,1,1,full", "1,2,2,1,selective") if is_full else ()))
-    run_ranks(2, WORKER, [str(tmp_path), "qwen3_5_text", *layouts], timeout_s=300)
+    run_ranks(2, WORKER, [str(tmp_path), ",".join(names), *layouts], timeout_s=500)
 
 
 @pytest.mark.dist

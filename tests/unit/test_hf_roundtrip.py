@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,16 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SmolLM3Config,
 )
 
-from hybridrl.config.wrapped_models import text_name
+from hybridrl.config.wrapped_models import text_name, wrapped_name
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
@@ -71,6 +74,20 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+HYBRID: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3_ROPE)),
     "llama_tied_biases": LlamaConfig(
@@ -89,14 +106,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     # Norms of all heads together are cut by heads: no more ranks than key-value heads.
     "olmo2": Olmo2Config(**(SIZES | {"num_key_value_heads": 4})),
     # The same with gates of attention.
-    "qwen3_5_text": Qwen3_5TextConfig(
-        **(SIZES | {"num_key_value_heads": 4}),
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        layer_types=["linear_attention", "full_attention"] * 2,
-    ),
+    "qwen3_5_text": Qwen3_5TextConfig(**(SIZES | HYBRID)),
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 WITH_IMAGES: dict[str, PreTrainedConfig] = {
@@ -151,13 +161,9 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS),
-    "qwen2_moe": Qwen2MoeConfig(
-        **(SIZES | {"head_dim": 8}),
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-    ),
+    "qwen2_moe": Qwen2MoeConfig(**(SIZES | SHARED_EXPERT | {"head_dim": 8})),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**(SIZES | HYBRID | SHARED_EXPERT)),
+    "qwen3_next": Qwen3NextConfig(**(SIZES | HYBRID | SHARED_EXPERT), mlp_only_layers=[2]),
     "olmoe": OlmoeConfig(**(SIZES | EXPERTS | {"head_dim": 8, "num_key_value_heads": 4})),
     "glm4_moe": Glm4MoeConfig(**SIZES, **GLM4_MOE),
     "deepseek_v3": DeepseekV3Config(**(SIZES | LATENT | {"head_dim": 8})),
@@ -261,6 +267,37 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
         model.state_dict().items(), again.state_dict().items(), strict=True
     ):
         assert torch.equal(tensor, found), key
+
+
+def test_stacks_of_experts_are_read_as_matrices(tmp_path: Path) -> None:
+    """Directories on the hub contain the experts of a layer in two tensors."""
+    _save("qwen3_5_moe_text", tmp_path / "apart")
+    apart = load_file(tmp_path / "apart" / "model.safetensors")
+    stacked = {name: tensor for name, tensor in apart.items() if ".mlp.experts." not in name}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            [apart[f"{experts}{i}.{kind}_proj.weight"] for i in range(8)]
+            for kind in ("gate", "up", "down")
+        )
+        both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        stacked[f"{experts}gate_up_proj"] = torch.stack(both)
+        stacked[f"{experts}down_proj"] = torch.stack(downs)
+    (tmp_path / "stacked").mkdir()
+    shutil.copy(tmp_path / "apart" / "config.json", tmp_path / "stacked")
+    for layout in (TrainLayout(1), TrainLayout(4, tp=2, ep=2, etp=2)):
+        # In the files of a multimodal model too.
+        names = {name: wrapped_name(name) if layout.tp > 1 else name for name in stacked}
+        renamed = {names[name]: tensor for name, tensor in stacked.items()}
+        save_file(renamed, tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+        loaded = [_load_all_ranks(tmp_path / folder, layout)[1] for folder in ("apart", "stacked")]
+        for one, other in zip(*loaded, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    wrong = {name: t[:-1] if name.endswith("gate_up_proj") else t for name, t in stacked.items()}
+    save_file(wrong, tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*\(7, 48, 32\).*\(8, 48, 32\)"):
+        _load_all_ranks(tmp_path / "stacked", TrainLayout(1))
 
 
 def without_origin(config: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
     ) -> list[UserError]:
         sizes = {"moe": moe, "latent": latent, "window": window}
         shape = SimpleNamespace(**sizes, attention_sinks=sinks, mixer=None, whole_qk_norm=False)
-        return list(model_rules(shape, True))
+        return list(model_rules(shape, "float32", True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=(), has_bias=False)) == []
     (violation,) = rules(SimpleNamespace(dense_layers=(1, 3), has_bias=False))

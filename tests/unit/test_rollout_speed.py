@@ -131,7 +131,7 @@ def test_engines_are_those_installed_that_compute(monkeypatch: pytest.MonkeyPatc
         return EnginePackage(
             lambda: name == "sglang",
             lambda cpu: name,
-            lambda shape, cpu: (),
+            lambda shape, dtype, cpu: (),
             {},
             lambda cpu: support,
         )

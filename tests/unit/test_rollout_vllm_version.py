@@ -85,7 +85,7 @@ def test_vllm_that_does_not_fit_is_refused_with_the_fix(
 def test_head_sizes_without_a_cpu_kernel_are_refused_on_cpu_only() -> None:
     def rules(head_dim: int, is_cpu: bool, latent_dim: int | None = None) -> list[UserError]:
         shape = SimpleNamespace(head_dim=head_dim, latent_dim=latent_dim, mixer=None)
-        return list(model_rules(shape, is_cpu))
+        return list(model_rules(shape, "float32", is_cpu))
 
     assert rules(64, is_cpu=True) == rules(24, is_cpu=False) == []
     (violation,) = rules(24, is_cpu=True)

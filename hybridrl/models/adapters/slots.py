@@ -88,6 +88,14 @@ def slot_rules(
         slot_rank(family.lora)
     except UserError as error:
         yield error
+    if shape.mixer is not None:
+        # vLLM 0.26 and 0.32 divide the projections of delta nets in different ways for adapters.
+        yield UserError(
+            "lora.targets",
+            ", ".join(family.lora.targets),
+            f"no adapters next to the weights of a model with {shape.mixer.name}",
+            "Set rollout.engine=hf.",
+        )
     rows = only_adapters(family).rows(shape)
     targets = [
         part.removesuffix(f".{HF_B}").rpartition(".")[2]

@@ -6,6 +6,8 @@ FAMILIES: dict[str, str] = {
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
     "qwen3_vl": "hybridrl.models.families.qwen3_vl:FAMILY",
     "qwen3_5_text": "hybridrl.models.families.qwen3_5:FAMILY",
+    "qwen3_5_moe_text": "hybridrl.models.families.qwen3_5_moe:FAMILY",
+    "qwen3_next": "hybridrl.models.families.qwen3_next:FAMILY",
     "qwen3_moe": "hybridrl.models.families.qwen3_moe:FAMILY",
     "qwen2_5_vl": "hybridrl.models.families.qwen2_5_vl:FAMILY",
     "qwen2_moe": "hybridrl.models.families.qwen2_moe:FAMILY",

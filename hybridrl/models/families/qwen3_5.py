@@ -19,7 +19,7 @@ from hybridrl.models.families.decoder import (
 )
 from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import rope_parameters
-from hybridrl.models.family import HfConfig, ModelShape, Row, RowKind
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
 from hybridrl.models.mixers import DeltaShape
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -57,13 +57,23 @@ KEYS = frozenset(
 
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; the defaults come from transformers' Qwen3_5TextConfig."""
+    require(hf_config, "mlp_only_layers", [], ([], ()))
+    return hybrid_shape(hf_config)
+
+
+def hybrid_shape(hf_config: HfConfig, moe: MoeShape | None = None) -> ModelShape:
+    """Reads the sizes of a model with gated delta nets and gated attention.
+
+    Args:
+        hf_config: Contents of config.json, with the architecture's defaults.
+        moe: Sizes of the experts, if any.
+    """
     require(hf_config, "attention_bias", False, (False,))
     require(hf_config, "attn_output_gate", True, (True,))
     # Engines keep states in this type.
     require(hf_config, "mamba_ssm_dtype", "float32", ("float32",))
-    require(hf_config, "mlp_only_layers", [], ([], ()))
     kinds = layer_kinds(hf_config)
-    sizes = decoder_shape(hf_config, qk_norm=True, kinds=(LINEAR, FULL))
+    sizes = decoder_shape(hf_config, qk_norm=True, kinds=(LINEAR, FULL), moe=moe)
     return replace(
         sizes,
         centered_norms=True,
@@ -101,14 +111,19 @@ def delta_shape(hf_config: HfConfig, kinds: list[str]) -> DeltaShape:
     )
 
 
-def delta_rows(shape: ModelShape) -> list[Row]:
-    """Returns the weight rows of the gated delta nets."""
+def delta_rows(shape: ModelShape, is_grouped: bool = False) -> list[Row]:
+    """Returns the weight rows of the gated delta nets.
+
+    Args:
+        shape: Sizes of the model.
+        is_grouped: Whether the checkpoint has two projections whose rows are grouped by key heads,
+            as in Qwen3-Next, instead of one projection for each kind of output.
+    """
     mixer = shape.mixer
     if not isinstance(mixer, DeltaShape):
         return []
     hidden, layers = shape.hidden_size, mixer.layers
     sections = (mixer.keys, mixer.keys, mixer.values)
-    qkv = (f"{HF}in_proj_qkv.weight",) * 3
     per_head = (mixer.value_heads,)
 
     def row(
@@ -116,19 +131,36 @@ def delta_rows(shape: ModelShape) -> list[Row]:
     ) -> Row:
         return Row(f"{LOCAL}{name}", parts, shapes, kind, layers=layers)
 
+    def grouped(name: str, group: tuple[int, ...]) -> Row:
+        size = (mixer.key_heads * sum(group), hidden)
+        own = row(f"linear_{name}.weight", (f"{HF}in_proj_{name}.weight",), (size,), "grouped")
+        return replace(own, group=group)
+
+    if is_grouped:
+        per_key = mixer.value_heads // mixer.key_heads
+        values = per_key * mixer.value_dim
+        projections = [
+            grouped("qkvz", (mixer.key_dim, mixer.key_dim, values, values)),
+            grouped("ba", (per_key, per_key)),
+        ]
+    else:
+        qkv = (f"{HF}in_proj_qkv.weight",) * 3
+        projections = [
+            row(
+                "linear_qkvz.weight",
+                (*qkv, f"{HF}in_proj_z.weight"),
+                tuple((rows, hidden) for rows in (*sections, mixer.values)),
+                "sections",
+            ),
+            row(
+                "linear_ba.weight",
+                (f"{HF}in_proj_b.weight", f"{HF}in_proj_a.weight"),
+                ((mixer.value_heads, hidden),) * 2,
+                "sections",
+            ),
+        ]
     return [
-        row(
-            "linear_qkvz.weight",
-            (*qkv, f"{HF}in_proj_z.weight"),
-            tuple((rows, hidden) for rows in (*sections, mixer.values)),
-            "sections",
-        ),
-        row(
-            "linear_ba.weight",
-            (f"{HF}in_proj_b.weight", f"{HF}in_proj_a.weight"),
-            ((mixer.value_heads, hidden),) * 2,
-            "sections",
-        ),
+        *projections,
         row(
             "conv_weight",
             (f"{HF}conv1d.weight",) * 3,

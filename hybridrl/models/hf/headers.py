@@ -45,6 +45,9 @@ SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # Rotary buffers in old checkpoints; and a vocabulary head that is not used, because the embeddings
 # are tied or the model has a value head.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+EXPERT_MATRIX = re.compile(
+    r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight"
+)
 LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_BYTES = 64 << 20  # number of bytes to compare at a time
 
@@ -82,6 +85,8 @@ class HfHeaders:
             those of a multimodal model's text part, and those that `check` has renamed.
         quantized: Names of tensors that are stored in MXFP4. Their shapes and types are those of
             the dequantized tensors in the layout of files in 16 bits.
+        in_stacks: For each matrix of an expert that the files contain in a stack, the stack's name,
+            the expert's index and the matrix's first row; set by `check`.
 
     Raises:
         CheckpointError: Weights or shards are missing, a shard is damaged, or the index is wrong.
@@ -94,6 +99,7 @@ class HfHeaders:
         self.files: dict[str, Path] = {}
         self.stored_names: dict[str, str] = {}
         self.quantized: set[str] = set()
+        self.in_stacks: dict[str, tuple[str, int, int]] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
             self._read_header(self.directory / file)
@@ -130,8 +136,11 @@ class HfHeaders:
         `lm_head.weight` is also ignored in value models and with tied embeddings; with tied
         embeddings, it must equal the embedding. If `score.weight` is missing, the only unknown
         tensor with the value head's shape is used as value head, whatever its name.
+
+        The experts of a layer may be one tensor, as in the directories of Qwen3.5 on the hub.
         """
         shapes = stored_shapes(shapes)
+        self._divide_stacks(shapes)
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)
         for name, shape in shapes.items():
@@ -247,6 +256,31 @@ class HfHeaders:
                 if dtype not in TORCH_NAMES:
                     raise self._error(name, dtype, ", ".join(TORCH_NAMES))
                 self.dtype_names[name] = TORCH_NAMES[dtype]
+
+    def _divide_stacks(self, shapes: Mapping[str, Shape]) -> None:
+        """Replaces stacks of experts by the matrices that the weight table names."""
+        stacks: dict[str, list[tuple[int, str]]] = {}
+        for name in shapes:
+            found = None if name in self.shapes else EXPERT_MATRIX.fullmatch(name)
+            if found is not None:
+                stack = "down_proj" if found["matrix"] == "down_proj" else "gate_up_proj"
+                stack = f"{found['experts']}.{stack}"
+                if stack in self.shapes:
+                    stacks.setdefault(stack, []).append((int(found["index"]), name))
+        for stack, members in stacks.items():
+            rows, columns = shapes[members[0][1]]
+            num_experts = len({index for index, _ in members})
+            expected = num_experts, rows * len(members) // num_experts, columns
+            if self.shapes[stack] != expected:
+                raise self._error(stack, f"shape {self.shapes[stack]}", f"shape {expected}")
+            del self.shapes[stack]
+            for index, name in members:
+                self.in_stacks[name] = stack, index, rows * name.endswith(".up_proj.weight")
+                self.shapes[name] = rows, columns
+                self.dtype_names[name], self.files[name] = (
+                    self.dtype_names[stack],
+                    self.files[stack],
+                )
 
     def _join_quantized(self) -> None:
         """Replaces each pair of blocks and scales by the tensor that they store."""

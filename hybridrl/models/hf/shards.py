@@ -154,6 +154,11 @@ class _Reader:
 
     def read(self, hf: str, box: Box) -> Tensor:
         """Returns a rectangle of the tensor that an HF coordinate names."""
+        if hf in self._checkpoint.in_stacks:
+            stack, index, first = self._checkpoint.in_stacks[hf]
+            (start, stop), columns = box
+            whole = (index, index + 1), (first + start, first + stop), columns
+            return self._slice(stack, whole)[0]
         place = StoredSlice.of(hf)
         if place.name in self._checkpoint.quantized:
             return self._dequantized(place, box)

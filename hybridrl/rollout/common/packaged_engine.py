@@ -171,7 +171,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._shape = family.shape(settings.hf_config)
         package, is_cpu = engine_package(self.name), self._device.type == "cpu"
         assert package is not None
-        for violation in package.model_rules(self._shape, is_cpu):
+        for violation in package.model_rules(self._shape, settings.dtype, is_cpu):
             raise violation
         for violation in slot_rules(family, self._shape, ENGINES[self.name].adapts_direct_latents):
             raise violation

@@ -130,12 +130,11 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
 
 
 def kv_cache_blocks(
-    settings: EngineSettings, block_bytes: int, block_size: int, most: int | None = None
+    settings: EngineSettings, block_bytes: int, per_request: int, most: int | None = None
 ) -> int:
     """Returns the number of blocks for `max_batch` requests of maximum length. The cache is limited
-    to `most` bytes, but always suffices for one such request.
+    to `most` bytes, but always suffices for one such request, which needs `per_request` blocks.
     """
-    per_request = -(-settings.max_tokens // block_size)
     wanted = settings.max_batch * per_request
     return wanted if most is None else min(wanted, max(most // block_bytes, per_request))
 

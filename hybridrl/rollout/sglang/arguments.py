@@ -117,7 +117,7 @@ def _tokens(settings: EngineSettings, per_token: int, most: int | None = None) -
         return max(1, settings.kv_cache_bytes // per_token)
     # Tokens of one request. SGLang allocates single tokens, not blocks.
     block = settings.max_tokens + SPARE_TOKENS
-    return block * kv_cache_blocks(settings, block * per_token, block, most)
+    return block * kv_cache_blocks(settings, block * per_token, 1, most)
 
 
 def _static_share(settings: EngineSettings, weight_bytes: int, free: int, total: int) -> float:

@@ -53,9 +53,9 @@ def installed_version(is_cpu: bool) -> str:
     return f"sglang {number}"
 
 
-def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
+def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
     """Yields a violation if SGLang would build layers that differ from the model's."""
-    del is_cpu
+    del dtype, is_cpu
     if shape.mixer is not None:
         # Not verified; its kernels for recurrent layers need a GPU (0.5.16).
         yield UserError(

@@ -16,6 +16,7 @@ from hybridrl.rollout.common.settings import (
     kv_cache_blocks,
     usable_bytes,
 )
+from hybridrl.rollout.vllm.hybrid_cache import GPU_LEAST_BLOCK_SIZE, HybridCache
 from hybridrl.rollout.vllm.images import image_arguments
 
 # Positions per block of the KV cache on CPU; vLLM's default, 128, exceeds the length of many
@@ -67,7 +68,7 @@ def engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "max_model_len": settings.max_tokens,
         "max_num_seqs": settings.max_batch,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": _caches_prefixes(shape, is_cpu=device_memory is None),
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": 0,
@@ -77,6 +78,12 @@ def engine_arguments(
         arguments |= image_arguments()
     if settings.dtype != HEAD_DTYPE:
         arguments["hf_overrides"] = {"head_dtype": HEAD_DTYPE}
+    if shape.mixer is not None:
+        # As in training; vLLM's default is the model's type unless config.json has a key for it.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
+        if device_memory is not None:
+            # FlashInfer's kernel, vLLM's choice on Hopper, is compiled at its first call by nvcc.
+            arguments["gdn_prefill_backend"] = "triton"
     if settings.ep > 1:
         arguments["enable_expert_parallel"] = True
     if settings.records_experts and shape.window is not None:
@@ -138,17 +145,35 @@ def _gpu_memory(
     it is mapped quickly, and no larger than the trainer allows.
     """
     usable = usable_bytes(settings, free, total, least=0)
-    needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, GPU_BLOCK_SIZE)
+    block_size = GPU_BLOCK_SIZE if shape.mixer is None else GPU_LEAST_BLOCK_SIZE
+    needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, block_size)
     known = needed + weight_bytes
     if settings.kv_cache_bytes or known <= GPU_KNOWN_SHARE * usable:
         return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": known / total}
     return {"gpu_memory_utilization": usable / total}
 
 
+def _caches_prefixes(shape: ModelShape, is_cpu: bool) -> bool:
+    """Whether vLLM caches the keys, values and states of prompts.
+
+    With recurrent layers, vLLM caches states at the ends of chunks of a prompt, which need chunked
+    prefill (models/config.py, MambaModelConfig, 0.26), so that it cannot cache prefixes on CPU.
+    """
+    return shape.mixer is None or not is_cpu
+
+
 def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
-    itemsize = settings.kv_cache_itemsize(getattr(torch, settings.dtype).itemsize)
-    block = block_size * shape.token_bytes(tp, itemsize)
+    model_itemsize = getattr(torch, settings.dtype).itemsize
+    itemsize = settings.kv_cache_itemsize(model_itemsize)
+    if shape.mixer is not None:
+        hybrid = HybridCache.of(shape, tp, block_size, itemsize, model_itemsize)
+        caches_prefixes = _caches_prefixes(shape, is_cpu=most is not None)
+        per_request = hybrid.blocks_per_request(settings.max_tokens, caches_prefixes)
+        block = hybrid.block_bytes
+    else:
+        block = block_size * shape.token_bytes(tp, itemsize)
+        per_request = -(-settings.max_tokens // block_size)
     # One more block, because vLLM never assigns block 0.
-    return block * (kv_cache_blocks(settings, block, block_size, most) + 1)
+    return block * (kv_cache_blocks(settings, block, per_request, most) + 1)

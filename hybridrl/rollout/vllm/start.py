@@ -94,9 +94,12 @@ def start(
     if settings.kv_cache_dtype == "fp8":
         check_gpu(inputs.device, "rollout.kv_cache_dtype", "auto")
     _import_vllm(inputs.version, is_cpu)
-    if inputs.shape.vision is not None and is_cpu:
+    shape = inputs.shape
+    if is_cpu and (shape.vision is not None or shape.mixer is not None):
         # Imported with the model's code, although its wheels do not load with a CPU build of torch.
         stand_in_for(("torchvision",))
+    if is_cpu and shape.mixer is not None:
+        _convolve_with_live_parameters()
     from vllm.distributed import parallel_state
 
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
@@ -225,6 +228,15 @@ def _compute_with_live_parameters() -> None:
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *args: False
     compute_with_live_experts()
+
+
+def _convolve_with_live_parameters() -> None:
+    """Makes CPU engines compute convolutions of gated delta nets with their live parameters.
+
+    On CPUs with AVX512-BF16, vLLM (0.32) packs their weights in place, both of the places that ask
+    for this feature belong to these convolutions (layers/utils.py, mamba/ops/cpu/gdn_attention.py).
+    """
+    torch.cpu._is_avx512_bf16_supported = lambda: False
 
 
 @contextlib.contextmanager

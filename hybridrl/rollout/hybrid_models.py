@@ -1,0 +1,36 @@
+"""Rules for models with recurrent layers: which engines support them, and with which options. No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridrl.errors import UserError
+from hybridrl.models.family import ModelShape
+from hybridrl.rollout.registry import ENGINES, offered_engines
+
+
+def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Iterator[UserError]:
+    """Yields an error if an engine cannot generate with a model's recurrent layers.
+
+    Args:
+        engine: Name of the engine.
+        records_experts: Whether the engine records the experts that routers choose.
+        shape: Sizes of the policy.
+    """
+    if shape.mixer is None:
+        return
+    traits = ENGINES[engine]
+    if not traits.takes_recurrent_layers:
+        known = [name for name in offered_engines() if ENGINES[name].takes_recurrent_layers]
+        allowed = f"{' or '.join(known)} with a model that has {shape.mixer.name}"
+        yield UserError("rollout.engine", engine, allowed, "Choose one of these engines.")
+    elif records_experts and traits.has_fused_parameters:
+        # Experts are recorded by slots of the cache, of which these models have several kinds.
+        yield UserError(
+            "algorithm.router_replay",
+            "rollout",
+            f"off with {engine} and a model that has {shape.mixer.name}",
+            "Set algorithm.router_replay=off, or rollout.engine=hf.",
+        )
