@@ -392,11 +392,11 @@ def tiny_model(
         # The norm in a gated delta net is not centered. Larger decays would forget too soon.
         shift = 1.0 if is_norm or "linear_attn.norm" in parameter_name else 0.0
         shift = -1.5 if parameter_name.endswith("A_log") else shift
-        # Smaller keys and embeddings would be so short that their normalization magnifies rounding.
-        is_short = hasattr(model.config, "linear_key_head_dim") and parameter_name.endswith(
-            ("conv1d.weight", "embed_tokens.weight")
-        )
-        scale = 0.3 if is_short else 0.1
+        scale = 0.1
+        if hasattr(model.config, "linear_key_head_dim"):
+            # Smaller keys and embeddings are so short that their normalization magnifies rounding.
+            is_embedding = parameter_name.endswith("embed_tokens.weight")
+            scale = 0.45 if "conv1d" in parameter_name else 0.3 if is_embedding else scale
         parameter.data = noise * scale + shift
         if name == "gpt_oss" and ("gate_up_proj" in parameter_name or "sinks" in parameter_name):
             parameter.data *= 5  # so that many gates are clamped, and sinks take part

@@ -172,7 +172,8 @@ class Run:
         self.mesh, settings = mesh, {"micro_batch_tokens": BUDGET, **train}
         self.model = model = ParallelModel(mesh, source, "lm", TrainConfig(**settings))
         shapes = hf_shapes(family, source.shape)
-        init_weights(model.layout(), shapes, model.weights(), config, 7)
+        norm_weight = 0.0 if source.shape.centered_norms else 1.0
+        init_weights(model.layout(), shapes, model.weights(), config, 7, norm_weight)
         for tensor in model.weights().values():
             tensor.copy_(tensor.bfloat16())  # the same numbers in every type
         model.make_trainable(1e-3)
