@@ -58,6 +58,12 @@ class Drawing:
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(f'<polyline class="line" points="{path}" marker-end="url(#head)"/>')
 
+    def curve(self, color: str, *points: tuple[float, float]) -> None:
+        """Adds a line through points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        style = f"fill:none;stroke:var(--{color});stroke-width:2"
+        self.parts.append(f'<polyline style="{style}" points="{path}"/>')
+
     def save(self, name: str) -> None:
         """Writes the picture."""
         marker = (
@@ -259,9 +265,31 @@ def router_replay() -> None:
     d.save("router_replay")
 
 
+def images() -> None:
+    """Draws the accuracy of the example with pictures over the steps with rewards."""
+    runs = json.loads((RESULTS / "pictures_cpu.json").read_text(encoding="utf-8"))["runs"]
+    d = Drawing("Held-out accuracy of the example with pictures, with rewards only, two seeds", 270)
+    d.text(16, 26, "Accuracy on 512 held-out pictures, with rewards only", "head")
+    d.text(16, 44, "Two seeds; before step 0: at most 18 steps with demonstrations", "soft")
+    left, width, bottom, height = 48, 400, 226, 160
+    for accuracy in (0, 0.25, 0.5, 0.75, 1):
+        y = bottom - height * accuracy
+        d.curve("line", (left, y), (left + width, y))
+        d.text(left - 8, y + 4, f"{accuracy:g}", "soft", "end")
+    for step in range(0, 261, 52):
+        d.text(left + width * step / 260, bottom + 20, str(step), "soft", "middle")
+    d.text(left + width / 2, bottom + 36, "step of 128 prompts x 8 answers", "soft", "middle")
+    for color, run in zip(("strong", "ink"), runs.values(), strict=True):
+        found = run["grpo"]["accuracy_by_step"].items()
+        d.curve(
+            color, *((left + width * int(step) / 260, bottom - height * a) for step, a in found)
+        )
+    d.save("images")
+
+
 def main() -> None:
     """Draws all of them."""
-    for draw in (design, results, layouts, reshard, phases, lag, router_replay):
+    for draw in (design, results, layouts, reshard, phases, lag, router_replay, images):
         draw()
 
 

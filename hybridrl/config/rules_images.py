@@ -36,8 +36,6 @@ def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserEr
         able = " or ".join(name for name, traits in ENGINES.items() if traits.reads_images)
         allowed = f"{able} {WITH_IMAGES}"
         yield UserError("rollout.engine", engine, allowed, f"Set rollout.engine={able}.")
-    if config.rollout.tp > 1:
-        yield UserError("rollout.tp", config.rollout.tp, f"1 {WITH_IMAGES}", "Set rollout.tp=1.")
     needs = config.algorithm.needs
     if needs is not None and (needs.values or not needs.policy):
         yield UserError(

@@ -97,7 +97,11 @@ class EnginePhases:
             completions = _complete(self._sampler, requests)
             self.enter_training()
             gap = _compare(self._policy, requests, completions, self._config)
-            self._journal.notify(f"engine and trainer agree within {gap:.1e} nats per token")
+            num_others = sum(bool(request.contents) for request in requests)
+            images = f", {num_others} of {len(requests)} prompts with images" if num_others else ""
+            self._journal.notify(
+                f"engine and trainer agree within {gap:.1e} nats per token{images}"
+            )
             self._journal.notify(memory_table())
             self.reshard()
 
@@ -119,7 +123,9 @@ class EnginePhases:
 
 
 def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) -> list[Request]:
-    """Returns requests whose prompts are random tokens from a fixed seed."""
+    """Returns requests whose prompts are random tokens from a fixed seed. Every second prompt also
+    has an image, or other content that the model reads.
+    """
     rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
     length = min(PROMPT_TOKENS, max_prompt_tokens)
     # Sample at the temperature at which the policy computes log-probabilities, without top-p or
@@ -128,10 +134,14 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
         sampler.sampling.temperature or 1.0,
         max_new_tokens=min(NEW_TOKENS, sampler.sampling.max_new_tokens),
     )
-    return [
-        Request(number, tuple(rng.integers(0, num_tokens, length).tolist()), number, sampling)
-        for number in range(REQUESTS)
-    ]
+    extra = policy.model.source.extra_inputs
+    requests = []
+    for number in range(REQUESTS):
+        tokens, contents = tuple(rng.integers(0, num_tokens, length).tolist()), ()
+        if extra is not None and number % 2:
+            tokens, contents = extra.probe(tokens, number, max_prompt_tokens)
+        requests.append(Request(number, tokens, number, sampling, contents=contents))
+    return requests
 
 
 def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -162,7 +172,7 @@ def _compare(
     """
     bound = bounds_of(policy.model.source.dtype, config).refuse
     prompts = [
-        Prompt(number, "", request.prompt, {}, completion.tokens)
+        Prompt(number, "", request.prompt, {}, completion.tokens, contents=request.contents)
         for done in completions
         for number, (request, completion) in enumerate(zip(requests, done, strict=True))
     ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
+from hybridrl.contracts.prompts import Content
 
 PREDICTS = "predicts"
 """Model input in every micro-batch: (S,) bool, true where a response token is predicted."""
@@ -55,6 +56,20 @@ class ExtraInputs:
     def positions(self, prompt: Prompt, num_tokens: int) -> Tensor:
         """Returns the positions of a sample's tokens, (num_tokens, R) int64."""
         return torch.arange(num_tokens)[:, None]
+
+    def probe(
+        self, tokens: tuple[int, ...], seed: int, max_tokens: int
+    ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
+        """Returns the tokens and contents of a prompt with these inputs, by which engine and
+        trainer are compared; by default the given tokens.
+
+        Args:
+            tokens: Tokens of a prompt of text.
+            seed: Seed of the contents.
+            max_tokens: Maximum number of tokens of the prompt. If the contents do not fit, the
+                result has none.
+        """
+        return tokens, ()
 
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Returns the embeddings for this context-parallel rank's positions, after any changes.

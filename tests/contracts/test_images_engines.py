@@ -169,3 +169,22 @@ def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, ca
     for done, one in zip(generate(engine, begun), whole, strict=True):
         assert done.tokens == one.tokens
         assert done.logps == pytest.approx(one.logps, abs=LOGP_TOLERANCE)
+
+
+def test_requests_wait_for_the_memory_of_pixel_values(
+    engine: Any, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(engine, case.model(1), version=6)
+    asked = requests(case.folder)
+    expected = generate(engine, asked)
+    monkeypatch.setattr("hybridrl.rollout.vllm.adapter.MAX_PIXEL_BYTES", 1)
+    engine.submit(asked)
+    done, most = {}, 0
+    while len(done) < len(asked):
+        engine.step()
+        done |= {one.request_id: one for one in engine.collect()}
+        if engine.name == "vllm":
+            rows = engine._running.values()
+            most = max(most, sum(bool(row.request.contents) for row in rows))
+    assert most <= 1
+    assert [done[one.request_id].tokens for one in asked] == [one.tokens for one in expected]

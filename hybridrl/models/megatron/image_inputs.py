@@ -12,6 +12,7 @@ split gathers them. Context-parallel ranks compute parts of the sum, as for all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.inputs import ExtraInputs
-from hybridrl.models.vision.images import ImageProcessor, Preprocessing, positions
+from hybridrl.models.vision.images import (
+    ImageProcessor,
+    Preprocessing,
+    positions,
+    random_image,
+)
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import empty_features, image_features
 
@@ -84,6 +90,21 @@ class ImageInputs(ExtraInputs):
             IMAGES: ModelTensor(tuple(images.values())),
             ROWS: ModelTensor(row_S, is_per_position=True),
         }
+
+    def probe(
+        self, tokens: tuple[int, ...], seed: int, max_tokens: int
+    ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
+        if self._directory is None:
+            return tokens, ()
+        image = self.processor.content(random_image(seed, self.processor.factor))
+        room = max_tokens - image.num_tokens - 2
+        if room < 2:
+            return tokens, ()
+        before, after = tokens[:room][: room // 2], tokens[:room][room // 2 :]
+        start, end = (self._vision.start_token,), (self._vision.end_token,)
+        pads = (self._vision.image_token,) * image.num_tokens
+        placed = replace(image, start=len(before) + 1)
+        return (*before, *start, *pads, *end, *after), (placed,)
 
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: dict[str, Any]) -> Tensor:
         tower = model.vision

@@ -339,6 +339,20 @@ class ImageProcessor:
         return ((scaled - mean) / std).astype(np.float32)
 
 
+def random_image(seed: int, factor: int) -> bytes:
+    """Returns a PNG file of random colours, of 2 x 3 tokens unless the model enlarges it.
+
+    Args:
+        factor: Width and height of the pixels that one token stands for.
+    """
+    from PIL import Image
+
+    values = np.random.default_rng(seed).integers(0, 256, (2 * factor, 3 * factor, 3), np.uint8)
+    target = io.BytesIO()
+    Image.fromarray(values).save(target, "PNG")
+    return target.getvalue()
+
+
 def position_offset(contents: tuple[Content, ...], merge_size: int) -> int:
     """Returns the difference between the position and the index of a token after all images."""
     sides = [int(content.arrays[GRID][1:].max()) // merge_size for content in contents]

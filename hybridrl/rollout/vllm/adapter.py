@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.contracts.prompts import Content
 from hybridrl.errors import ModelError
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
@@ -24,7 +25,7 @@ from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
-from hybridrl.rollout.vllm.images import features_of
+from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, PixelItems
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.names import hf_style
@@ -78,11 +79,12 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._runs_ahead = self._decoding.is_async
 
     @cached_property
-    def _images(self) -> ImageProcessor:
+    def _pixels(self) -> PixelItems:
         """Prepares images for the tower."""
         vision, directory = self._shape.vision, self._settings.directory
         assert vision is not None and directory is not None
-        return ImageProcessor(vision, Preprocessing.read(directory, vision))
+        processor = ImageProcessor(vision, Preprocessing.read(directory, vision))
+        return PixelItems(processor, self._dtype)
 
     def _settle(self, model: torch.nn.Module) -> None:
         if self._settings.quantization == "fp8":
@@ -103,8 +105,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             raise RuntimeError(
                 "vLLM did not clear its prefix cache, which contains keys from older weights"
             )
-        if self._shape.vision is not None:
-            self._live.llm.reset_encoder_cache()
 
     def _record_running(self) -> None:
         if self._experts is not None:
@@ -156,8 +156,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def _add_waiting(self) -> None:
         """Passes requests to vLLM in order, but no more requests than vLLM decodes together,
-        because the others may never start (`steps.max_policy_lag`). Adding and removing a request
-        takes 0.15 ms of Python.
+        because the others may never start (`steps.max_policy_lag`), and no more images than
+        MAX_PIXEL_BYTES allows. Adding and removing a request takes 0.15 ms of Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:
@@ -165,7 +165,14 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         held = {row.request.request_id for row in self._running.values()}
         waiting = [row for request_id, row in self._rows.items() if request_id not in held]
         for row in waiting[: num_held - len(held)]:
+            if row.request.contents and self._running and not self._has_room(row.request.contents):
+                break
             self._add(row)
+
+    def _has_room(self, contents: Sequence[Content]) -> bool:
+        """Whether the pixel values of a request's images fit beside those of vLLM's requests."""
+        held = [one for row in self._running.values() for one in row.request.contents]
+        return self._pixels.num_bytes([*held, *contents]) <= MAX_PIXEL_BYTES
 
     def _add(self, row: RunningRequest) -> None:
         """Passes a request to vLLM; its tokens so far become part of the prompt."""
@@ -181,8 +188,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             lora_request=self._lora_requests.get(row.request.adapter or ""),
         )
         if row.request.contents:
-            version = self._version
-            request.mm_features = features_of(row.request.contents, self._images, version)
+            request.mm_features = self._pixels.features_of(row.request.contents, self._version)
         llm.engine_core.add_request(request)
         self._running[name] = row
         self._num_named += 1

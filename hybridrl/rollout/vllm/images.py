@@ -9,9 +9,10 @@ that the vision tower reads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,6 +25,8 @@ from hybridrl.rollout.common.settings import EngineSettings
 
 IMAGE = "image"
 MAX_IMAGES = 999  # per prompt, as in vLLM
+# Limit on the pixel values of requests that vLLM has at the same time, in host memory.
+MAX_PIXEL_BYTES = 2 << 30
 
 
 def image_arguments() -> dict[str, Any]:
@@ -64,36 +67,57 @@ def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[N
         yield
 
 
-def features_of(contents: Sequence[Content], processor: ImageProcessor, version: int) -> list[Any]:
-    """Returns vLLM's description of a prompt's images.
+class PixelItems:
+    """Pixel values of the images of requests, as vLLM stores them. Requests with the same image,
+    such as the samples of a prompt, share its values.
 
     Args:
-        version: Version of the weights. It is part of the name by which vLLM caches features, so
-            features of an earlier tower are not used.
+        processor: Processor of the images.
+        dtype: Type of the vision tower, to which the values are rounded.
     """
-    from vllm.multimodal.inputs import (
-        MultiModalFeatureSpec,
-        MultiModalFieldConfig,
-        MultiModalKwargsItems,
-        PlaceholderRange,
-    )
 
-    if not contents:
-        return []
-    grids = torch.tensor([content.arrays[GRID].tolist() for content in contents])
-    values = pixel_values(processor, contents, torch.device("cpu"))
-    given: Any = {"pixel_values": values, "image_grid_thw": grids}
-    fields: Mapping[str, Any] = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
-    }
-    items = MultiModalKwargsItems.from_hf_inputs(given, fields)[IMAGE]
-    return [
-        MultiModalFeatureSpec(
-            data=item,
-            modality=IMAGE,
-            identifier=f"{content.key}-{version}",
-            mm_position=PlaceholderRange(offset=content.start, length=content.num_tokens),
-        )
-        for content, item in zip(contents, items, strict=True)
-    ]
+    def __init__(self, processor: ImageProcessor, dtype: torch.dtype) -> None:
+        self._processor, self._dtype = processor, dtype
+        self._items: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+    def num_bytes(self, contents: Iterable[Content]) -> int:
+        """Returns the bytes of the values of different images."""
+        vision = self._processor.vision
+        patch = 3 * vision.config.get("temporal_patch_size", 2) * vision.patch_size**2
+        patches = {one.key: int(one.arrays[GRID].prod()) for one in contents}
+        return sum(patches.values()) * patch * self._dtype.itemsize
+
+    def features_of(self, contents: Sequence[Content], version: int) -> list[Any]:
+        """Returns vLLM's description of a prompt's images.
+
+        Args:
+            version: Version of the weights. It is part of the name by which vLLM caches features,
+                so features of an earlier tower are not used.
+        """
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+        return [
+            MultiModalFeatureSpec(
+                data=self._item(content),
+                modality=IMAGE,
+                identifier=f"{content.key}-{version}",
+                mm_position=PlaceholderRange(offset=content.start, length=content.num_tokens),
+            )
+            for content in contents
+        ]
+
+    def _item(self, content: Content) -> Any:
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+        if (found := self._items.get(content.key)) is not None:
+            return found
+        grids = torch.from_numpy(content.arrays[GRID])[None]
+        values = pixel_values(self._processor, [content], torch.device("cpu")).to(self._dtype)
+        given: Any = {"pixel_values": values, "image_grid_thw": grids}
+        fields: Mapping[str, Any] = {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),
+            "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
+        }
+        (item,) = MultiModalKwargsItems.from_hf_inputs(given, fields)[IMAGE]
+        self._items[content.key] = item
+        return item
