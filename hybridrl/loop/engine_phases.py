@@ -19,6 +19,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -137,7 +138,8 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
     extra = policy.model.source.extra_inputs
     requests = []
     for number in range(REQUESTS):
-        tokens, contents = tuple(rng.integers(0, num_tokens, length).tolist()), ()
+        tokens = tuple(rng.integers(0, num_tokens, length).tolist())
+        contents: tuple[Content, ...] = ()
         if extra is not None and number % 2:
             tokens, contents = extra.probe(tokens, number, max_prompt_tokens)
         requests.append(Request(number, tokens, number, sampling, contents=contents))
