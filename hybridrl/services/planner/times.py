@@ -78,12 +78,12 @@ GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # host work per request, which overlaps with the GPU; an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
-# Extra time per layer for adapters on all linear layers. Measured with vLLM 0.26, 7B, rank 32, one
-# H200: 4.87 ms without and 6.52 ms with adapters for 256 requests, 1.33 ms more for 32.
-ADAPTERS_STEP_S = 1.65e-3 / 28
+# Extra time per layer for adapters on all linear layers. Measured with vLLM 0.26, one adapter, 7B,
+# rank 32, H200: 512 tokens of 128 requests take 4.21 s with adapters and 3.47 s without.
+ADAPTERS_STEP_S = (4.21 - 3.47) / 512 / 28
 # Extra time per layer for FP8 weights: activations are quantized before each product, and vLLM's
 # FP8 kernels reach less of the memory's rate than bf16 ones. Measured with vLLM 0.26 (CUTLASS), 7B,
-# one H200: 7.2 ms with FP8 weights for 64 requests of 1.5k to 2k tokens.
+# one H200: 7.2 ms with FP8 weights and 6.7 ms with bf16 for 64 requests of 1.5k to 2k tokens.
 FP8_STEP_S = 84e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
 STEP_S = 0.06  # Time for rewards and advantages, in seconds.
