@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
+from hybridrl.models.mixers import DeltaShape, MixerShape
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
@@ -22,8 +23,8 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
     if shape.mixer is None:
         return
     traits = ENGINES[engine]
-    if not traits.takes_recurrent_layers:
-        known = [name for name in offered_engines() if ENGINES[name].takes_recurrent_layers]
+    if not _takes(engine, shape.mixer):
+        known = [name for name in offered_engines() if _takes(name, shape.mixer)]
         allowed = f"{' or '.join(known)} with a model that has {shape.mixer.name}"
         yield UserError("rollout.engine", engine, allowed, "Choose one of these engines.")
     elif records_experts and traits.has_fused_parameters:
@@ -34,3 +35,12 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
             f"off with {engine} and a model that has {shape.mixer.name}",
             "Set algorithm.router_replay=off, or rollout.engine=hf.",
         )
+
+
+def _takes(engine: str, mixer: MixerShape) -> bool:
+    """Whether an engine supports a kind of recurrent layers. Engines with their own layers have
+    only gated delta nets.
+    """
+    traits = ENGINES[engine]
+    is_known = isinstance(mixer, DeltaShape) or not traits.has_fused_parameters
+    return traits.takes_recurrent_layers and is_known

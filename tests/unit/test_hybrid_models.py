@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
+from hybridrl.models.mixers import MixerShape
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.held_adapters import held_family, merging_notice
 from hybridrl.rollout.hybrid_models import hybrid_rules
@@ -42,6 +44,9 @@ def test_blocks_of_vllms_cache_hold_a_state_and_layers_share_them() -> None:
     # With more tensor parallelism, states and keys are divided alike.
     assert HybridCache.of(SHAPE, 2, 16, 2, 2).block_size == 528
     assert HybridCache.of(SHAPE, 1, 16, 1, 2).block_size == 1056  # keys in FP8
+    assert SHAPE.mixer is not None
+    alone = replace(SHAPE, mixer=replace(SHAPE.mixer, layers=tuple(range(32))))
+    assert HybridCache.of(alone, 1, 16, 2, 2).recurrent_groups == 1  # no layer has attention
     least = 3000 * PER_POSITION * 8 + 24 * STATE
     assert least < hybrid_request_bytes(SHAPE, 3000, 1, 2, 2) < 2 * least
 
@@ -71,6 +76,11 @@ def test_engines_and_options_that_a_hybrid_model_cannot_have_are_refused(
     found = [str(one) for one in hybrid_rules(engine, records, SHAPE)]
     assert len(found) == (named is not None)
     assert named is None or named in found[0]
+    own = replace(SHAPE, mixer=MixerShape(layers=(0,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MixerShape, "name", "own layers", raising=False)
+        said = [str(one) for one in hybrid_rules(engine, records, own)]
+    assert len(said) == (engine != "hf") and all("allowed: hf with" in one for one in said)
     _, dense = read_model(None, read_config(MODELS / "qwen3-8b"))
     assert not list(hybrid_rules(engine, records, dense))
 

@@ -51,7 +51,9 @@ class HybridCache:
         state = shape.mixer.state_bytes(tp, itemsize)
         block_size = least_block_size * -(-state // (least_block_size * per_position))
         counts = shape.num_attention_layers, len(shape.mixer.layers)
-        group = max(counts) if max(counts) < LARGE_RATIO * min(counts) else min(counts)
+        group = max(counts)
+        if 0 < LARGE_RATIO * min(counts) <= max(counts):
+            group = min(counts)
         attention, recurrent = (-(-count // group) for count in counts)
         return HybridCache(block_size, block_size * per_position * group, attention, recurrent)
 

@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from hybridrl.errors import UserError
-from hybridrl.models.mixers import DeltaShape, MixerShape
+from hybridrl.models.mixers import DeltaShape
 from hybridrl.rollout.common.installed_package import (
     FALLBACK,
     check_pins,
@@ -108,8 +108,8 @@ def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
     or recurrent layers.
     """
     build = CPU if is_cpu else CUDA
-    if shape.mixer is not None:
-        yield from _mixer_rules(shape.mixer, dtype, build)
+    if isinstance(shape.mixer, DeltaShape):
+        yield from _delta_rules(shape.mixer, dtype, build)
     what, size, known = "model's attention head size", shape.head_dim, build.head_dims
     if shape.latent_dim is not None:
         what, size, known = "kv_lora_rank + qk_rope_head_dim", shape.latent_dim, build.latent_dims
@@ -117,15 +117,7 @@ def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
         yield _no_kernel(what, size, known)
 
 
-def _mixer_rules(mixer: MixerShape, dtype: str, build: Build) -> Iterator[UserError]:
-    if not isinstance(mixer, DeltaShape):
-        yield UserError(
-            "model's recurrent layers",
-            mixer.name,
-            f"none, or gated delta nets, with {NAME}",
-            "Choose another model, or set rollout.engine=hf.",
-        )
-        return
+def _delta_rules(mixer: DeltaShape, dtype: str, build: Build) -> Iterator[UserError]:
     sizes = {"linear_key_head_dim": mixer.key_dim, "linear_value_head_dim": mixer.value_dim}
     for what, size in sizes.items():
         if build.delta_dims and size not in build.delta_dims:
