@@ -7,6 +7,7 @@ for `data.prompts`. Each row is converted to `prompt` and `answer`, and keeps it
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -55,6 +56,8 @@ def _aime(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _choices(row: Mapping[str, Any]) -> tuple[str, Any]:
     choices, answer = row["options"] if "options" in row else row["choices"], row.get("answer")
+    if isinstance(choices, str):
+        choices = _list_in_text(choices)
     if isinstance(choices, Mapping):  # ARC: texts and their labels, letters or digits
         labels, choices = list(choices["label"]), choices["text"]
         answer = ascii_uppercase[labels.index(row["answerKey"])]
@@ -66,6 +69,17 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, Any]:
         raise ValueError(f"answer {answer!r}, with {len(choices)} choices")
     lines = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, choices, strict=False)]
     return "\n".join([row["question"], *lines]), answer
+
+
+def _list_in_text(text: str) -> list[Any]:
+    """Returns a list that a column contains as text, as Python writes it (MMMU)."""
+    try:
+        found = ast.literal_eval(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(f"options {short(text)}, which are not a list") from error
+    if not isinstance(found, list):
+        raise TypeError(f"options {short(text)}, which are not a list")
+    return found
 
 
 def _ifeval(row: Mapping[str, Any]) -> tuple[str, Any]:

@@ -408,6 +408,32 @@ def test_evaluation_sets_have_images(tmp_path: Path) -> None:
         list(set_rows(section, DataConfig()))
 
 
+def test_rows_of_mmmu_are_questions_with_choices(
+    tokenizer: Any, images: ImageTokens, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "set.jsonl", file_of(picture(2, 8, 8))
+    row = {
+        "question": "<image 1> what ?",
+        "options": "['here', \"what's <image 2>\"]",
+        "image_1": URI,
+        "image_2": f"data:image/png;base64,{base64.b64encode(other).decode()}",
+        "image_3": None,
+        "answer": "B",
+        "question_type": "multiple-choice",
+    }
+    path.write_text(json.dumps(row) + "\n")
+    section = EvalSetConfig(path=(str(path),), form="choices", instruction="here")
+    (found,) = set_rows(section, DataConfig(), reads_images=True)
+    assert found["prompt"] == "<image 1> what ?\nA. here\nB. what's <image 2>\nhere"
+    assert found["answer"] == "B"
+    (prompt,) = load(tokenizer, images, found, on_bad_row="stop").prompts
+    assert [one.num_tokens for one in prompt.contents] == [NUM_TOKENS, 1]
+    for options in ("[]", "here", "{'A': 1}"):  # the first is that of questions without choices
+        path.write_text(json.dumps({**row, "options": options}) + "\n")
+        with pytest.raises(DataError, match="0 choices|not a list"):
+            list(set_rows(section, DataConfig(), reads_images=True))
+
+
 def test_evaluation_sets_keep_numbers_and_instructions(
     tokenizer: Any, images: ImageTokens, tmp_path: Path
 ) -> None:
