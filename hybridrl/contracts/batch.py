@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.contracts.branches import branches_of
 from hybridrl.contracts.checks import (
     FLAG,
     INTEGER,
@@ -120,6 +121,10 @@ class RolloutBatch:
         sequence_B: Index of each sequence among the sequences of its sample; None without agents,
             because every sample is then one sequence. With agents, each sequence has its own
             context in place of the prompt's tokens; `prompt_lengths_B` counts these tokens.
+        branch_of_B: `sequence_B` of the earlier sequence of the same sample that begins like this
+            sequence, or -1; None without agents.
+        branch_tokens_B: Number of leading positions that the two share (branches.py).
+        context_B: Digest of the context, or -1 (branches.py).
         holders: Ranks that have the tokens of each sample; None if every rank has all tokens.
         blobs: Blobs by name.
     """
@@ -138,6 +143,9 @@ class RolloutBatch:
     versions_T: Tensor | None = field(default=None, metadata=holds(TOKEN))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     sequence_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
+    branch_of_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
+    branch_tokens_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
+    context_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
     blobs: Mapping[str, Blob] = field(default_factory=dict)
 
@@ -225,6 +233,8 @@ class RolloutBatch:
         if sequences and len(sequences) != len(rollouts):
             got = f"returned {len(sequences)} of {len(rollouts)} rollouts with a sequence number"
             raise BatchError(producer, "sequence_B", got, "a number for all rollouts or for none")
+        if sequences:
+            branches_BN = torch.tensor(branches_of(rollouts), dtype=torch.int64)
         if any(r.observed is not None for r in rollouts):
             masks = [r.observed or (False,) * len(r.tokens) for r in rollouts]
             observed_T = observed_mask([r.prompt for r in rollouts], masks)
@@ -245,6 +255,9 @@ class RolloutBatch:
             observed_T=observed_T,
             versions_T=token_versions(rollouts),
             sequence_B=torch.tensor(sequences, dtype=torch.int64) if sequences else None,
+            branch_of_B=branches_BN[:, 0] if sequences else None,
+            branch_tokens_B=branches_BN[:, 1] if sequences else None,
+            context_B=branches_BN[:, 2] if sequences else None,
             blobs=blobs_of(rollouts, producer),
         )
 
@@ -261,7 +274,8 @@ class RolloutBatch:
     @property
     def prompt_group_B(self) -> Tensor:
         """Index of each row's prompt: rows with the same index begin with the same tokens. With
-        agents, no two rows share an index, because the contexts of sequences differ.
+        agents, no two rows share an index, because the contexts of sequences differ; `branch_of_B`
+        says what they have in common.
         """
         return self.group_B if self.sequence_B is None else torch.arange(self.num_samples)
 

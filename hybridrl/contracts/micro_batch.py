@@ -57,7 +57,8 @@ class MicroBatch:
             None if samples share no prompts. A shared prompt without its last token forms a
             sequence of its own, and each of its samples begins with the last prompt token.
             Positions are counted from the start of the prompt, and `max_seqlen` is the maximum
-            length of a prompt plus its response.
+            length of a prompt plus its response. A sequence of an agent continues the first
+            positions of another sequence, which may itself continue a sequence.
         position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models with
             multi-dimensional positions; otherwise None. Every context-parallel rank has all rows,
             because Megatron's rotary embedding selects the rank's slice when it rotates a packed

@@ -51,7 +51,12 @@ from hybridrl.models.megatron.build import (
 from hybridrl.models.megatron.delta_kernels import choose_rule
 from hybridrl.models.megatron.delta_net import set_rule
 from hybridrl.models.megatron.exact import compute_exactly
-from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
+from hybridrl.models.megatron.layers import (
+    begin_gradients,
+    choose_layers,
+    continues_branches,
+    shares_prompts,
+)
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.megatron.shared_weights import shareable, take_weights, without_memory
@@ -211,7 +216,12 @@ class ParallelModel:
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
         # Ranks outside the mesh also compute the schedule.
         self.planner = BatchPlanner(
-            mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
+            mesh,
+            source.shape,
+            train,
+            self.layers.kind,
+            mesh.from_first(shares),
+            mesh.from_first(shares and continues_branches(self._chunks)),
         )
         if source.extra_inputs is not None:
             self.planner.extra_inputs.append(source.extra_inputs)

@@ -6,8 +6,10 @@ shared_prompts_worker.py FOLDER FAMILIES LAYOUT...     a layout is "tp,pp,vpp,cp
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megatron.core import parallel_state
 from parity_worker import FAMILY_KEYS, gradients_in_hf_names, objective
 
 from hybridrl.config.schema import TrainConfig
-from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
@@ -58,13 +60,74 @@ def a_batch(vocab: int) -> TrainBatch:
     return replace(batch, group_B=torch.tensor(groups))
 
 
+# Episodes of a group, each with its sequences. A sequence is a list of (seed, number of tokens,
+# whether they are trained); parts with equal seeds and lengths are equal tokens. The first part is
+# the context. Branches leave at a turn's end, within a turn and within the context; one sequence is
+# the beginning of another; a sequence of another episode has the same context.
+EPISODES = (
+    (
+        (
+            ((1, 9, False), (2, 5, True), (3, 4, False), (4, 6, True)),
+            ((1, 9, False), (2, 5, False), (5, 3, False), (6, 7, True)),
+            ((1, 9, False), (2, 5, False), (5, 3, False), (6, 4, False), (7, 5, True)),
+            ((1, 6, False), (8, 9, True)),
+            ((9, 11, False), (10, 8, True)),
+        ),
+        (
+            ((1, 9, False), (11, 12, True)),
+            ((9, 11, False), (12, 3, True)),
+        ),
+        (((1, 9, False), (13, 2, True), (14, 3, False), (15, 4, True)),),
+    ),
+    tuple((((16, 14, False), (17 + i, 5 + i, True)),) for i in range(4)),
+    ((((30, 7, False), (31, 3, True)),),),
+)
+
+
+def a_forest(vocab: int) -> TrainBatch:
+    """Returns a batch of agents' sequences."""
+    prompts, rollouts, groups = [], [], []
+    sample = 0
+    for group, episodes in enumerate(EPISODES):
+        for sequences in episodes:
+            for number, parts in enumerate(sequences):
+                drawn = []
+                for seed, count, _ in parts:
+                    generator = torch.Generator().manual_seed(seed)
+                    tokens_of_seed = torch.randint(0, vocab, (40,), generator=generator)
+                    drawn.append(tokens_of_seed[:count].tolist())
+                context, tokens = tuple(drawn[0]), tuple(chain.from_iterable(drawn[1:]))
+                observed = [not is_trained for _, n, is_trained in parts[1:] for _ in range(n)]
+                edges = [i for i, one in enumerate(observed) if one]
+                gaps = tuple(chain.from_iterable((i, i + 1) for i in edges))
+                prompts.append(Prompt(group, "", context, {}, tokens, response_gaps=gaps))
+                rollouts.append(
+                    Rollout(
+                        sample,
+                        prompts[-1],
+                        tokens,
+                        (0.0,) * len(tokens),
+                        "stop",
+                        0,
+                        tuple(observed),
+                        sequence=number,
+                    )
+                )
+                groups.append(group)
+            sample += 1
+    found = RolloutBatch.from_rollouts(rollouts, groups, Producer.here("the test of branches"))
+    batch = TrainBatch.supervised(prompts, Producer.here("the test of branches"))
+    names = ("sample_ids_B", "group_B", "sequence_B", "branch_of_B", "branch_tokens_B", "context_B")
+    return replace(batch, **{name: getattr(found, name) for name in names})
+
+
 def value_objective(output_S: torch.Tensor, micro: Any) -> tuple[torch.Tensor, None]:
     weight_S = (micro.positions_S % 5 - 1.5) * micro.loss_mask_S
     return (weight_S * output_S).sum() / 100, None
 
 
 def run(
-    mesh: Mesh, source: ModelSource, head: str, recompute: str, shares: bool
+    mesh: Mesh, source: ModelSource, head: str, recompute: str, shares: bool, is_forest: bool
 ) -> tuple[dict[str, Any], float, torch.Tensor, int]:
     """Returns gradients in HF names (of a language model), their norm, the response tokens' outputs
     and the positions that hold a token.
@@ -87,7 +150,7 @@ def run(
             generator = torch.Generator().manual_seed(number)
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
     model.make_trainable(1e-3)
-    batch = a_batch(source.shape.vocab_size)
+    batch = (a_forest if is_forest else a_batch)(source.shape.vocab_size)
     plan = model.plan(batch)
     inputs = plan.inputs
     outputs = model.forward_all(inputs)
@@ -101,12 +164,16 @@ def run(
     padding = mesh.layout.tp * (2 * mesh.layout.cp if mesh.layout.cp > 1 else 1)
     held = sum(int((one.whole.sequence_index_S >= 0).sum()) for one in inputs)
     assert all(one.whole.num_positions <= BUDGET + padding for one in inputs)
+    saved = sum(model.planner.shared_tokens(batch, is_lookup=True))
+    copies = mesh.layout.world_size // mesh.layout.dp
+    helds = mesh.world.gather_objects(held)
+    assert sum(helds) == (int(batch.lengths_B.sum()) - saved) * copies, (helds, saved)
     return gradients, norm, found_T, held
 
 
-def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str) -> str:
-    own, own_norm, own_T, own_held = run(mesh, source, head, recompute, False)
-    shared, norm, shared_T, shared_held = run(mesh, source, head, recompute, True)
+def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str, is_forest: bool) -> str:
+    own, own_norm, own_T, own_held = run(mesh, source, head, recompute, False, is_forest)
+    shared, norm, shared_T, shared_held = run(mesh, source, head, recompute, True, is_forest)
     largest = max(
         mesh.world.gather_objects(max([float(g.abs().max()) for g, _ in own.values()] or [1]))
     )
@@ -116,13 +183,14 @@ def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str) -> str:
     assert worst <= TOLERANCE * largest, (mesh.world.rank, head, worst / largest)
     assert own_norm > 0 and abs(norm / own_norm - 1) < 1e-5, (head, norm, own_norm)
     assert float((own_T - shared_T).abs().max()) < 1e-5 and own_T.abs().sum() > 0, head
-    tokens = sum(prompt * len(r) + sum(r) for prompt, r in GROUPS)
+    tokens = int((a_forest if is_forest else a_batch)(source.shape.vocab_size).lengths_B.sum())
     owns, shareds = zip(*mesh.world.gather_objects((own_held, shared_held)), strict=True)
     copies = mesh.layout.world_size // mesh.layout.dp
     assert sum(owns) == tokens * copies
     assert sum(shareds) < 0.8 * tokens * copies, (shareds, tokens)
+    what = "branches" if is_forest else head
     return (
-        f"{head}: {worst / largest:.1e} of the largest, {sum(shareds) / sum(owns):.2f} of positions"
+        f"{what}: {worst / largest:.1e} of the largest, {sum(shareds) / sum(owns):.2f} of positions"
     )
 
 
@@ -159,8 +227,13 @@ def main() -> None:
             sizes += [last] if last.isdigit() else []
             tp, pp, vpp, cp = map(int, sizes)
             mesh = Mesh(World(platform, 120), TrainLayout(size, tp, pp, vpp=vpp, cp=cp))
-            for head in ("lm", "value"):
-                said = compare(mesh, source, head, *(recompute or ["none"]))
+            cases = [("lm", False), ("value", False)]
+            # Recurrent layers cannot continue the middle of a sequence.
+            has_branches = source.shape.mixer is None
+            if has_branches and (tp > 1 or cp > 1 or "BRANCHES" in os.environ):
+                cases.append(("lm", True))
+            for head, is_forest in cases:
+                said = compare(mesh, source, head, *(recompute or ["none"]), is_forest)
                 if mesh.world.rank == 0:
                     print(f"{name} {text} {said}", flush=True)
             parallel_state.destroy_model_parallel()

@@ -265,7 +265,8 @@ def test_every_tensor_of_a_stage_is_a_declared_column():
         suffix = "_TK" if column.is_wide else "_T" if column.per_token else "_B"
         assert name.endswith(suffix), name
     made = train_batch()  # what tests of the columns' ways take for all of them
-    absent = {"observed_T", "num_observed_B", "sequence_B"}
+    of_agents = {"sequence_B", "branch_of_B", "branch_tokens_B", "context_B"}
+    absent = {"observed_T", "num_observed_B", *of_agents}
     assert made.columns().keys() == columns_of(TrainBatch).keys() - absent
 
 

@@ -7,7 +7,8 @@ equal length, one bucket per power of two. Padding therefore at most doubles the
 attention never reads the padding.
 
 Samples may share the positions of a common prompt (MicroBatch.prefix_sequences). Each response is
-then a sequence that attends to the whole prompt, and causally to itself.
+then a sequence that attends to the whole prompt, and causally to itself. Agents' sequences continue
+the first positions of another sequence, and what that sequence itself continues.
 
 Context parallelism: each rank waits for the keys and values of its context-parallel group; queries
 are not sent (context_parallel.py says which rank holds which positions).
@@ -36,6 +37,7 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.errors import ModelError
 from hybridrl.models.megatron.context_parallel import (
@@ -97,9 +99,27 @@ class SharedPrompts:
     cp_size: int = 1
     cp_rank: int = 0
 
+    def path(self, number: int, length: int) -> list[tuple[int, int]]:
+        """Returns where the first positions of a sequence's sample are packed: (start, end) pairs.
+
+        Args:
+            number: Index of the sequence; if -1, there are no positions.
+            length: Number of positions, which do not include padding.
+        """
+        if number < 0 or length <= 0:
+            return []
+        before, start = self.prefix_lengths[number], self.cu_seqlens[number]
+        found = self.path(self.prefix_sequences[number], min(length, before))
+        return [*found, (start, start + length - before)] if length > before else found
+
+    def prefix_rows(self, number: int) -> torch.Tensor:
+        """Returns the packed positions that a sequence continues, in the order of its sample."""
+        continued = self.path(self.prefix_sequences[number], self.prefix_lengths[number])
+        return torch.cat([torch.arange(0), *(torch.arange(*span) for span in continued)])
+
     @cached_property
     def sequences(self) -> list[ContinuedSequence]:
-        """All sequences, in packed order."""
+        """All sequences, in packed order, if each continues at most a whole sequence."""
         own = pairwise(self.cu_seqlens)
         given = zip(own, self.prefix_sequences, self.prefix_lengths, strict=True)
         return [
@@ -143,15 +163,16 @@ class SharedPrompts:
     def keys(self) -> KeyRows:
         """Keys of each local chunk of a sequence, one chunk after another.
 
-        The keys of a chunk are the prompt that the sequence continues and the sequence up to the
+        The keys of a chunk are the positions that the sequence continues and the sequence up to the
         chunk's end, so that causal attention aligned at the last key is right.
         """
         parts, queries, counts = [], [0], [0]
-        for first, shared, start, length in self.sequences:
-            for begin, end in chunks_of(length, self.cp_size, self.cp_rank):
-                parts += [torch.arange(first, first + shared), torch.arange(start, start + end)]
+        for number, (start, stop) in enumerate(pairwise(self.cu_seqlens)):
+            prefix = self.prefix_rows(number)
+            for begin, end in chunks_of(stop - start, self.cp_size, self.cp_rank):
+                parts += [prefix, torch.arange(start, start + end)]
                 queries.append(queries[-1] + end - begin)
-                counts.append(counts[-1] + shared + end)
+                counts.append(counts[-1] + len(prefix) + end)
         device, index_K = self.positions_S.device, self.rows_S[torch.cat(parts)]
         return KeyRows(
             index_K.to(device),
@@ -253,17 +274,19 @@ class PackedSequences(PackedSeqParams):
 
 def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
     cp_size, cp_rank = shared.cp_size, shared.cp_rank
-    by_size: dict[tuple[int, int], list[ContinuedSequence]] = {}
-    for sequence in shared.sequences:
-        if sequence.length:
-            whole = sequence.prefix_length + sequence.length
-            by_size.setdefault((sequence.length.bit_length(), whole.bit_length()), []).append(
-                sequence
-            )
+    by_size: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    prefixes = [shared.prefix_rows(number) for number in range(len(shared.prefix_sequences))]
+    for number, (begin, end) in enumerate(pairwise(shared.cu_seqlens)):
+        if end > begin:
+            before = len(prefixes[number])
+            size = ((end - begin).bit_length(), (before + end - begin).bit_length())
+            by_size.setdefault(size, []).append((number, begin, end - begin))
     buckets, place = [], torch.empty(shared.cu_seqlens[-1] // cp_size, dtype=torch.int64)
     row_start = 0
     for sequences in by_size.values():
-        first, before, start, length = torch.tensor(sequences).T[..., None]
+        number, start, length = torch.tensor(sequences).T[..., None]
+        prefix_NP = pad_sequence([prefixes[n] for n in number.flatten()], batch_first=True)
+        before = torch.tensor([len(prefixes[n]) for n in number.flatten()])[:, None]
         local_length = length // cp_size
         column_Q = torch.arange(int(local_length.max()))[None]
         local_NQ = torch.minimum(column_Q, local_length - 1)
@@ -275,7 +298,12 @@ def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
         within_NQ = _within(local_NQ, local_length, cp_size, cp_rank)
         column_K = torch.arange(int((before + length).max()))[None]
         own_NK = start + torch.minimum(column_K - before, length - 1)
-        key_index = shared.rows_S[torch.where(column_K < before, first + column_K, own_NK)]
+        own_NK[:, : prefix_NP.size(1)] = torch.where(
+            column_K[:, : prefix_NP.size(1)] < before,
+            prefix_NP,
+            own_NK[:, : prefix_NP.size(1)],
+        )
+        key_index = shared.rows_S[own_NK]
         is_plain = cp_size == 1 and not bool(before.any())
         buckets.append(Bucket(query_index_NQ, key_index, None if is_plain else before + within_NQ))
     return buckets, place

@@ -29,6 +29,7 @@ from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.batches.balance import Schedule, schedule_hash
+from hybridrl.training.batches.branches import Branches
 from hybridrl.training.batches.collation import micro_batch, unpack
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
@@ -126,6 +127,7 @@ class BatchPlanner:
         layers: Library that implements the layers.
         shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
             only once.
+        shares_branches: Whether agents' sequences store what they have in common only once.
 
     Attributes:
         extra_inputs: Model inputs in addition to tokens; blobs that none of these inputs needs are
@@ -141,8 +143,10 @@ class BatchPlanner:
         train: TrainConfig,
         layers: LayerKind,
         shares_prompts: bool,
+        shares_branches: bool = False,
     ) -> None:
         self.mesh, self.shares_prompts = mesh, shares_prompts
+        self.shares_branches = shares_branches
         self._shape, self._train, self._layers = shape, train, layers
         self.extra_inputs: list[ExtraInputs] = []
         self.at_own_token = False
@@ -164,6 +168,12 @@ class BatchPlanner:
             return [0] * len(batch.lengths_B)
         num_parts = 1 if batch.holders is None else batch.holders.num_parts
         assignments = self._schedule(batch, num_parts, is_lookup)
+        if (branches := self._branches(batch)) is not None:
+            found = [0] * len(batch.lengths_B)
+            for micro in chain.from_iterable(assignments):
+                for sample, shared in zip(micro, branches.of_rows(micro).shared, strict=True):
+                    found[sample] = shared
+            return found
         return shared_tokens(
             assignments, batch.prompt_group_B.tolist(), batch.prompt_lengths_B.tolist()
         )
@@ -208,6 +218,7 @@ class BatchPlanner:
             self.shares_prompts,
             self.at_own_token,
             positions[0] if positions else None,
+            self._branches(batch),
         )
         prepared = [extra.prepare(whole, batch) for extra in self.extra_inputs]
         whole = replace(whole, model_inputs=dict(ChainMap(*map(dict, prepared))))
@@ -249,7 +260,10 @@ class BatchPlanner:
         Except in a lookup, a micro-batch contains samples from one mini-batch only.
         """
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
-        prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
+        branches = self._branches(batch)
+        prompt_lengths = None
+        if self.shares_prompts and branches is None:
+            prompt_lengths = tuple(batch.prompt_lengths_B.tolist())
         inputs = ScheduleInputs(
             lengths=tuple(round_up(n, self._pad_each) for n in batch.lengths_B.tolist()),
             groups=tuple(batch.prompt_group_B.tolist()),
@@ -260,8 +274,27 @@ class BatchPlanner:
             multiple=layout.pp if layout.vpp > 1 else 1,
             attention_length=attention_length(self._shape),
             pad_each=self._pad_each,
+            branches=branches,
         )
         return schedule(inputs)
+
+    def _branches(self, batch: RolloutBatch) -> Branches | None:
+        """Returns what agents' sequences have in common; None if they do not share it."""
+        columns = (batch.sequence_B, batch.branch_of_B, batch.branch_tokens_B, batch.context_B)
+        if not self.shares_branches or any(column is None for column in columns):
+            return None
+        sequences, branch_of, branch_tokens, contexts = (
+            column.tolist() for column in columns if column is not None
+        )
+        return Branches.of(
+            batch.sample_ids_B.tolist(),
+            sequences,
+            batch.group_B.tolist(),
+            contexts,
+            batch.prompt_lengths_B.tolist(),
+            branch_of,
+            branch_tokens,
+        )
 
     def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
         """Returns which ranks compute each sample, (B, W) bool.

@@ -20,6 +20,7 @@ from hybridrl.contracts.blobs import KINDS
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, ModelTensor
 from hybridrl.contracts.ragged import row_places, starts_of
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.training.batches.branches import Branches
 from hybridrl.training.batches.packing import packed_bounds
 from hybridrl.training.batches.prompt_sharing import shared_prefix
 
@@ -32,6 +33,7 @@ def micro_batch(
     shares_prompts: bool = False,
     at_own_token: bool = False,
     positions: ExtraInputs | None = None,
+    branches: Branches | None = None,
 ) -> MicroBatch:
     """Packs samples of a batch one after another into a micro-batch.
 
@@ -48,9 +50,12 @@ def micro_batch(
             previous token's.
         positions: Source of positions if each token has several position numbers; None if each
             token has one.
+        branches: What agents' sequences have in common, in place of prompts; None if nothing is
+            shared.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
-    laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
+    among = None if branches is None else branches.of_rows(index_B.tolist())
+    laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts, among)
     source_N, place_N, total = laid.source_N, laid.place_N, len(laid.positions_S)
     tokens_S = torch.zeros(total, dtype=torch.int64)
     tokens_S[place_N] = batch.tokens_T[source_N]
@@ -173,11 +178,23 @@ class _Layout(NamedTuple):
 
 
 def _lay_out(
-    batch: RolloutBatch, index_B: Tensor, pad_each: int, pad_total: int, shares_prompts: bool
+    batch: RolloutBatch,
+    index_B: Tensor,
+    pad_each: int,
+    pad_total: int,
+    shares_prompts: bool,
+    branches: Branches | None,
 ) -> _Layout:
     lengths = batch.lengths_B[index_B].tolist()
-    prefixes, leaders = _shared(batch, index_B.tolist(), shares_prompts)
-    segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leaders)
+    if branches is None:
+        prefixes, leaders = _shared(batch, index_B.tolist(), shares_prompts)
+        segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leaders)
+    else:
+        _check_branches(batch, index_B, branches)
+        prefixes, prefix_sequences = list(branches.shared), list(branches.parents)
+        leaders = [False] * len(prefixes)  # no sequence stores what another one shares with it
+        segments = [length - n for length, n in zip(lengths, prefixes, strict=True)]
+        own_B = prefix_B = list(range(len(lengths)))
     bounds = packed_bounds(segments, pad_each, pad_total)
     source_N, within_N, sample_N = _tokens_of(batch, index_B)
     starts = torch.tensor(bounds.starts, dtype=torch.int64)
@@ -235,6 +252,19 @@ def _shared(
         prefixes += [shared_prefix(prompt_length, len(samples))] * len(samples)
         leaders += [True] + [False] * (len(samples) - 1)
     return prefixes, leaders
+
+
+def _check_branches(batch: RolloutBatch, index_B: Tensor, branches: Branches) -> None:
+    """Verifies that sequences begin with the tokens that they share, and train none of them."""
+    starts_B = starts_of(batch.lengths_H)[batch.places_of(index_B)]
+    for row, (parent, shared) in enumerate(zip(branches.parents, branches.shared, strict=True)):
+        if shared:
+            own, other = (int(starts_B[one]) for one in (row, parent))
+            same = batch.tokens_T[own : own + shared] == batch.tokens_T[other : other + shared]
+            if not bool(same.all()):
+                raise RuntimeError(f"sequences {parent} and {row} do not begin with equal tokens")
+            if bool(batch.response_mask_T[own : own + shared + 1].any()):
+                raise RuntimeError(f"sequence {row} trains a token that sequence {parent} stores")
 
 
 def _segments(

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
+from typing import Protocol, TypeVar
 
 from hybridrl.training.batches.balance import DEFAULT_ATTENTION_LENGTH, Schedule, schedule
+from hybridrl.training.batches.branches import Branches, BranchGroup, BranchUnit
 from hybridrl.training.batches.packing import check_lengths, round_up
 
 # A unit usually fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be
@@ -62,6 +64,18 @@ class Unit:
         return self.prefix * self.prefix + sum(own)
 
 
+AnyUnit = Unit | BranchUnit
+U = TypeVar("U", Unit, BranchUnit)
+
+
+class _Divided(Protocol[U]):
+    """Samples that can be divided into units, as the classes that implement it say."""
+
+    def filled_units(self, most: int, most_key_rows: int) -> list[U]: ...
+
+    def even_units(self, most: int, most_key_rows: int) -> list[U]: ...
+
+
 def shared_prefix(prompt_length: int, count: int) -> int:
     """Returns how many leading tokens `count` samples of one prompt share."""
     return max(prompt_length - 1, 0) if count > 1 else 0
@@ -80,6 +94,8 @@ class ScheduleInputs:
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
         pad_each: Each sequence of a micro-batch is padded to a multiple of this. A shared prompt is
             a sequence of its own.
+        branches: What agents' sequences have in common; None if it is not shared, or without
+            agents. `prompt_lengths` is then None.
     """
 
     lengths: tuple[int, ...]
@@ -91,6 +107,7 @@ class ScheduleInputs:
     multiple: int
     attention_length: int
     pad_each: int = 1
+    branches: Branches | None = None
 
     def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
         """Returns the inputs for a subset of the samples, as one mini-batch."""
@@ -101,6 +118,7 @@ class ScheduleInputs:
             groups=tuple(self.groups[i] for i in rows),
             prompt_lengths=None if shared is None else tuple(shared[i] for i in rows),
             part_sizes=(len(rows),),
+            branches=None if self.branches is None else self.branches.of_rows(rows),
         )
 
 
@@ -168,12 +186,20 @@ def _schedule_part(inputs: ScheduleInputs) -> Schedule:
     """Assigns the samples of one mini-batch."""
     lengths, attention = inputs.lengths, inputs.attention_length
     given = inputs.num_ranks, inputs.token_budget, inputs.multiple
-    if inputs.prompt_lengths is None:
+    if inputs.prompt_lengths is None and inputs.branches is None:
         return schedule(lengths, *given, attention_length=attention)
     check_lengths(lengths, inputs.token_budget)
-    units = make_units(
-        inputs.groups, inputs.prompt_lengths, lengths, *given[:2], attention, inputs.pad_each
-    )
+    units: Sequence[AnyUnit]
+    if inputs.branches is not None:
+        branches = inputs.branches
+        by_root = _by_key(branches.roots())
+        groups = [BranchGroup(own, branches, lengths, inputs.pad_each) for own in by_root]
+        units = _best_units(groups, lengths, *given[:2], attention, inputs.pad_each)
+    else:
+        assert inputs.prompt_lengths is not None
+        units = make_units(
+            inputs.groups, inputs.prompt_lengths, lengths, *given[:2], attention, inputs.pad_each
+        )
     tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
     assignments = schedule(tokens, *given, attended=attended, attention_length=attention)
     return [
@@ -205,15 +231,30 @@ def make_units(
         attention_length: See balance.DEFAULT_ATTENTION_LENGTH.
         pad_each: See `ScheduleInputs`.
     """
-    by_prompt: dict[int, list[int]] = {}
-    for sample, prompt in enumerate(prompts):
-        by_prompt.setdefault(prompt, []).append(sample)
-    groups = [
-        _Group.of(own, prompt_lengths[own[0]], lengths, pad_each) for own in by_prompt.values()
-    ]
+    groups = [_Group.of(own, prompt_lengths[own[0]], lengths, pad_each) for own in _by_key(prompts)]
+    return _best_units(groups, lengths, num_ranks, token_budget, attention_length, pad_each)
+
+
+def _by_key(keys: Sequence[int]) -> list[list[int]]:
+    """Returns the indices of samples with equal keys."""
+    found: dict[int, list[int]] = {}
+    for sample, key in enumerate(keys):
+        found.setdefault(key, []).append(sample)
+    return list(found.values())
+
+
+def _best_units(
+    groups: Sequence[_Divided[U]],
+    lengths: Sequence[int],
+    num_ranks: int,
+    token_budget: int,
+    attention_length: int,
+    pad_each: int,
+) -> list[U]:
+    """Returns the units of `make_units` for groups that can be divided into units."""
     most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
 
-    def costliest_rank(units: Sequence[Unit]) -> int:
+    def costliest_rank(units: Sequence[U]) -> int:
         costs = [unit.tokens * attention_length + unit.attended for unit in units]
         loads = [0] * num_ranks
         for cost in sorted(costs, reverse=True):

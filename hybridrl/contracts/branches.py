@@ -1,0 +1,72 @@
+"""Finds the beginning that a sequence of an agent's sample has in common with an earlier sequence.
+
+Computed where the tokens are; every rank then knows the result as columns of the batch, so that all
+ranks plan the same micro-batches (training/batches/branches.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrl.contracts.blobs import KINDS
+from hybridrl.contracts.samples import Rollout
+
+NONE = -1
+
+
+class Branch(NamedTuple):
+    """What a sequence has in common with an earlier sequence of its sample.
+
+    Args:
+        sequence: Number of the earlier sequence; -1 if there is none.
+        num_tokens: Number of leading positions that need not be computed again. No output of these
+            positions is trained in the later sequence.
+        context: Digest of the tokens before the first sampled token; sequences with equal digests
+            and lengths begin with the same tokens. -1 if the sequence has inputs other than tokens.
+    """
+
+    sequence: int
+    num_tokens: int
+    context: int
+
+
+def branches_of(rollouts: Sequence[Rollout]) -> list[Branch]:
+    """Returns the branch of each sequence. The sequences of a sample are consecutive."""
+    found: list[Branch] = []
+    earlier: list[tuple[Rollout, np.ndarray]] = []
+    for rollout in rollouts:
+        if earlier and earlier[0][0].sample_id != rollout.sample_id:
+            earlier = []
+        if any(KINDS[name].rows == "any" for name in rollout.blobs):
+            # Equal tokens may stand for different images.
+            found.append(Branch(NONE, 0, NONE))
+            continue
+        tokens = np.array((*rollout.prompt.tokens, *rollout.tokens), dtype=np.int64)
+        most = _first_trained(rollout) - 1  # the position before predicts the first trained token
+        shared, sequence = 0, NONE
+        for other, others in earlier:
+            common = min(_num_common(tokens, others) - 1, most)
+            if common > shared:
+                assert other.sequence is not None
+                shared, sequence = common, other.sequence
+        digest = hashlib.blake2b(tokens[: len(rollout.prompt.tokens)].tobytes(), digest_size=8)
+        context = int.from_bytes(digest.digest(), "little") >> 1  # fits into an int64
+        found.append(Branch(sequence, shared, context))
+        earlier.append((rollout, tokens))
+    return found
+
+
+def _first_trained(rollout: Rollout) -> int:
+    """Returns the index of the first trained token in the sequence."""
+    before = len(rollout.prompt.tokens)
+    return before + (0 if rollout.observed is None else rollout.observed.index(False))
+
+
+def _num_common(one: np.ndarray, other: np.ndarray) -> int:
+    size = min(len(one), len(other))
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if len(different) else size
