@@ -233,6 +233,7 @@ class RolloutBatch:
         if sequences and len(sequences) != len(rollouts):
             got = f"returned {len(sequences)} of {len(rollouts)} rollouts with a sequence number"
             raise BatchError(producer, "sequence_B", got, "a number for all rollouts or for none")
+        blobs = blobs_of(rollouts, producer)
         if sequences:
             branches_BN = torch.tensor(branches_of(rollouts), dtype=torch.int64)
         if any(r.observed is not None for r in rollouts):
@@ -258,7 +259,7 @@ class RolloutBatch:
             branch_of_B=branches_BN[:, 0] if sequences else None,
             branch_tokens_B=branches_BN[:, 1] if sequences else None,
             context_B=branches_BN[:, 2] if sequences else None,
-            blobs=blobs_of(rollouts, producer),
+            blobs=blobs,
         )
 
     @property

@@ -62,8 +62,9 @@ def branches_of(rollouts: Sequence[Rollout]) -> list[Branch]:
 
 def _first_trained(rollout: Rollout) -> int:
     """Returns the index of the first trained token in the sequence."""
-    before = len(rollout.prompt.tokens)
-    return before + (0 if rollout.observed is None else rollout.observed.index(False))
+    observed = rollout.observed or ()
+    leading = next((i for i, is_observed in enumerate(observed) if not is_observed), len(observed))
+    return len(rollout.prompt.tokens) + leading
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

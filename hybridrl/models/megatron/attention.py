@@ -276,11 +276,11 @@ def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
     cp_size, cp_rank = shared.cp_size, shared.cp_rank
     by_size: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     prefixes = [shared.prefix_rows(number) for number in range(len(shared.prefix_sequences))]
-    for number, (begin, end) in enumerate(pairwise(shared.cu_seqlens)):
+    for sequence, (begin, end) in enumerate(pairwise(shared.cu_seqlens)):
         if end > begin:
-            before = len(prefixes[number])
-            size = ((end - begin).bit_length(), (before + end - begin).bit_length())
-            by_size.setdefault(size, []).append((number, begin, end - begin))
+            whole = len(prefixes[sequence]) + end - begin
+            size = ((end - begin).bit_length(), whole.bit_length())
+            by_size.setdefault(size, []).append((sequence, begin, end - begin))
     buckets, place = [], torch.empty(shared.cu_seqlens[-1] // cp_size, dtype=torch.int64)
     row_start = 0
     for sequences in by_size.values():

@@ -1,0 +1,167 @@
+"""What agents' sequences have in common, and how it is packed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.contracts.batch import MicroBatch, Producer, Prompt, Rollout, RolloutBatch
+from hybridrl.contracts.blobs import KINDS, BlobKind
+from hybridrl.contracts.branches import branches_of
+from hybridrl.training.batches.branches import Branches, BranchGroup
+from hybridrl.training.batches.collation import micro_batch
+from hybridrl.training.batches.packing import round_up
+from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
+
+NUM_GROUPS = 3
+
+
+def drawn(seed: int) -> tuple[list[Rollout], list[int]]:
+    """Returns episodes that grow as agents' do: a sequence leaves an earlier one at any token, and
+    trains no token that the earlier one has.
+    """
+    draw = random.Random(seed)
+    rollouts, groups, sample = [], [], 0
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(50) for _ in range(count)]
+
+    for group in range(NUM_GROUPS):
+        context = tokens(draw.randint(1, 12))
+        for _ in range(draw.randint(1, 4)):
+            whole: list[list[int]] = []
+            for sequence in range(draw.randint(1, 5)):
+                old: list[int] = []
+                if sequence and draw.random() < 0.8:
+                    other = draw.choice(whole)
+                    old = other[: draw.randint(1, len(other))]
+                new = tokens(draw.randint(1, 10))
+                row = (old or list(context)) + new
+                before = min(len(old), len(context)) if old else len(context)
+                first = len(old) if old else len(context)
+                observed = tuple(i < first for i in range(before, len(row)))
+                prompt = Prompt(group, "", tuple(row[:before]), {})
+                response = tuple(row[before:])
+                logps = (0.0,) * len(response)
+                rollouts.append(
+                    Rollout(sample, prompt, response, logps, "stop", 0, observed, sequence=sequence)
+                )
+                groups.append(group)
+                whole.append(row)
+            sample += 1
+    return rollouts, groups
+
+
+def batch_of(seed: int) -> tuple[RolloutBatch, Branches]:
+    rollouts, groups = drawn(seed)
+    batch = RolloutBatch.from_rollouts(rollouts, groups, Producer.here("the test"))
+    columns = (batch.sample_ids_B, batch.sequence_B, batch.group_B, batch.context_B)
+    columns += (batch.prompt_lengths_B, batch.branch_of_B, batch.branch_tokens_B)
+    return batch, Branches.of(*(column.tolist() for column in columns))
+
+
+def sequences_of(batch: RolloutBatch) -> list[list[int]]:
+    return [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_share_what_they_have_in_common(seed: int) -> None:
+    batch, branches = batch_of(seed)
+    rows = sequences_of(batch)
+    trained = [part.tolist() for part in batch.response_mask_T.split(batch.lengths_B.tolist())]
+    for row, (parent, shared) in enumerate(zip(branches.parents, branches.shared, strict=True)):
+        assert (parent >= 0) == (shared > 0) and parent < row
+        if shared:
+            assert rows[row][:shared] == rows[parent][:shared]
+        assert not any(trained[row][: shared + 1])
+        # No earlier sequence of the same sample has more.
+        for other in range(row):
+            if batch.sample_ids_B[other] == batch.sample_ids_B[row]:
+                pairs = zip(rows[row], rows[other], strict=False)
+                common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+                if common is None:
+                    common = min(len(rows[row]), len(rows[other]))
+                assert shared >= min(common - 1, trained[row].index(True) - 1)
+    some = sorted(random.Random(seed).sample(range(len(rows)), len(rows) // 2))
+    among = branches.of_rows(some)
+    for row, (parent, shared) in enumerate(zip(among.parents, among.shared, strict=True)):
+        if shared:
+            assert rows[some[row]][:shared] == rows[some[parent]][:shared]
+            assert not any(trained[some[row]][: shared + 1])
+
+
+def places_of(micro: MicroBatch, among: Branches, number: int, length: int) -> list[int]:
+    """Returns the packed positions of the first tokens of a sequence."""
+    shared, start = among.shared[number], int(micro.cu_seqlens[number])
+    before: list[int] = []
+    if shared:
+        before = places_of(micro, among, among.parents[number], min(length, shared))
+    return before + list(range(start, start + length - len(before)))
+
+
+@pytest.mark.parametrize("pad_each", [1, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_micro_batches_store_each_trained_position_once(seed: int, pad_each: int) -> None:
+    batch, branches = batch_of(seed)
+    rows, ends = sequences_of(batch), batch.offsets.tolist()
+    lengths = tuple(round_up(n, pad_each) for n in batch.lengths_B.tolist())
+    budget = max(*lengths, 64)
+    inputs = ScheduleInputs(
+        lengths,
+        tuple(range(len(rows))),
+        None,
+        (len(rows),),
+        2,
+        budget,
+        1,
+        10_000,
+        pad_each,
+        branches,
+    )
+    assignments = schedule_samples(inputs)
+    packed = [row for micros in assignments for micro in micros for row in micro]
+    assert sorted(packed) == list(range(len(rows)))
+    stored = 0
+    for micro_rows in (micro for micros in assignments for micro in micros):
+        micro = micro_batch(batch, micro_rows, pad_each, pad_each, True, branches=branches)
+        assert micro.num_positions <= budget
+        stored += micro.num_tokens
+        among = branches.of_rows(micro_rows)
+        for number, row in enumerate(micro_rows):
+            places = places_of(micro, among, number, len(rows[row]))
+            assert micro.tokens_S[places].tolist() == rows[row]
+            assert micro.positions_S[places].tolist() == list(range(len(rows[row])))
+            trained = batch.response_mask_T[ends[row] : ends[row + 1]].nonzero()[:, 0]
+            predicting = torch.tensor(places)[trained - 1]
+            assert bool(micro.loss_mask_S[predicting].all())
+            assert micro.targets_S[predicting].tolist() == [rows[row][i] for i in trained.tolist()]
+            assert set(micro.sequence_index_S[predicting].tolist()) == {number}
+        of_micro = sum(int(batch.response_lengths_B[row]) for row in micro_rows)
+        assert int(micro.loss_mask_S.sum()) == of_micro
+    assert stored < int(batch.lengths_B.sum()) or max(branches.shared) == 0
+
+
+def test_units_that_are_too_large_are_divided() -> None:
+    parents, shared = (-1, 0, 1, 0, 3), (0, 20, 25, 10, 15)
+    lengths = (30, 30, 30, 30, 30)
+    group = BranchGroup(range(5), Branches(parents, shared), lengths, 1)
+    (whole,) = group.filled_units(100, 10_000)
+    assert whole.tokens == 30 + 10 + 5 + 20 + 15 and whole.key_rows == 150
+    assert whole.attended == 5 * 900 - (400 + 625 + 100 + 225)
+    units = group.filled_units(45, 10_000)
+    assert [unit.samples for unit in units] == [(0, 1, 2), (3, 4)]
+    assert [unit.tokens for unit in units] == [45, 45]
+    # Siblings share what both have in common with a parent that is elsewhere.
+    assert Branches(parents, shared).of_rows([2, 4]) == Branches((-1, 0), (0, 10))
+
+
+def test_equal_tokens_with_images_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "pictures", BlobKind("pictures", ("float32",), rows="any"))
+    one = drawn(1)[0][0]
+    images = {"pictures": np.zeros((1, 1), np.float32)}
+    twice = [one, replace(one, sequence=1, blobs=images)]
+    assert [tuple(branch) for branch in branches_of(twice)][1] == (-1, 0, -1)
