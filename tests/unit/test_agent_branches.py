@@ -165,3 +165,11 @@ def test_equal_tokens_with_images_are_not_shared(monkeypatch: pytest.MonkeyPatch
     images = {"pictures": np.zeros((1, 1), np.float32)}
     twice = [one, replace(one, sequence=1, blobs=images)]
     assert [tuple(branch) for branch in branches_of(twice)][1] == (-1, 0, -1)
+
+
+def test_units_copy_few_keys() -> None:
+    lengths = (100,) + (101,) * 9
+    group = BranchGroup(range(10), Branches((-1, *[0] * 9), (0, *[99] * 9)), lengths, 1)
+    units = group.filled_units(1000, 10_000)
+    assert len(units) == 3
+    assert all(unit.key_rows <= 4 * unit.tokens for unit in units)

@@ -106,11 +106,14 @@ class SharedPrompts:
             number: Index of the sequence; if -1, there are no positions.
             length: Number of positions, which do not include padding.
         """
-        if number < 0 or length <= 0:
-            return []
-        before, start = self.prefix_lengths[number], self.cu_seqlens[number]
-        found = self.path(self.prefix_sequences[number], min(length, before))
-        return [*found, (start, start + length - before)] if length > before else found
+        found: list[tuple[int, int]] = []
+        while number >= 0 and length > 0:
+            before, start = self.prefix_lengths[number], self.cu_seqlens[number]
+            if length > before:
+                found.append((start, start + length - before))
+                length = before
+            number = self.prefix_sequences[number]
+        return found[::-1]
 
     def prefix_rows(self, number: int) -> torch.Tensor:
         """Returns the packed positions that a sequence continues, in the order of its sample."""

@@ -16,6 +16,7 @@ from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.training.batches.balance import schedule
+from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
@@ -159,6 +160,8 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
     per_prompt = config.steps.samples_per_prompt
     if not shares_prompts(config, shape, layout.cp) or per_prompt == 1:
         return MicroBatchSize(positions, positions)
+    if config.agent.is_on:  # what episodes have in common is not known before
+        return MicroBatchSize(positions, KEY_ROWS_PER_POSITION * positions)
     # Each sample stores the prompt's last token and at least one response token.
     own = 2 * per_prompt
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - own))

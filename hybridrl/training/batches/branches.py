@@ -17,6 +17,11 @@ from hybridrl.contracts.branches import NONE
 from hybridrl.training.batches.packing import round_up
 
 
+# Attention copies the keys and values that a sequence continues (attention.py). A unit may have at
+# most this many rows of keys per position, so that the copies need little memory.
+KEY_ROWS_PER_POSITION = 4
+
+
 @dataclass(frozen=True)
 class Branches:
     """For each sequence, the earlier sequence that it continues.
@@ -75,12 +80,16 @@ class Branches:
         A sequence whose parent is not among them continues the one with which it shares the most.
         """
         place = {row: number for number, row in enumerate(rows)}
+        roots, connected = self.roots(), dict[int, list[int]]()
+        for row in rows:
+            connected.setdefault(roots[row], []).append(row)
         parents, shared = [], []
         for row in rows:
             if self.parents[row] in place:
                 parent, tokens = self.parents[row], self.shared[row]
             else:
-                parent, tokens = self._nearest(row, [other for other in rows if other < row])
+                earlier = [other for other in connected[roots[row]] if other < row]
+                parent, tokens = self._nearest(row, earlier)
             parents.append(place.get(parent, NONE))
             shared.append(tokens)
         return Branches(tuple(parents), tuple(shared))
@@ -170,7 +179,7 @@ class BranchGroup:
     pad_each: int
 
     def filled_units(self, most: int, most_key_rows: int) -> list[BranchUnit]:
-        """Fills one unit after another, up to both limits."""
+        """Fills one unit after another, up to both limits and KEY_ROWS_PER_POSITION."""
         units: list[BranchUnit] = []
         members: list[int] = []
         shared: list[int] = []
@@ -178,7 +187,9 @@ class BranchGroup:
         for row in self.samples:
             saved = self.branches.added(row, members)
             own = self._own(row, saved)
-            if members and (tokens + own > most or key_rows + saved + own > most_key_rows):
+            rows = key_rows + saved + own
+            most_rows = min(most_key_rows, KEY_ROWS_PER_POSITION * (tokens + own))
+            if members and (tokens + own > most or rows > most_rows):
                 units.append(self._unit(members, shared))
                 members, shared, tokens, key_rows = [], [], 0, 0
                 saved, own = 0, self._own(row, 0)
