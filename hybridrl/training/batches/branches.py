@@ -16,7 +16,6 @@ from math import inf
 from hybridrl.contracts.branches import NONE
 from hybridrl.training.batches.packing import round_up
 
-
 # Attention copies the keys and values that a sequence continues (attention.py). A unit may have at
 # most this many rows of keys per position, so that the copies need little memory.
 KEY_ROWS_PER_POSITION = 4
