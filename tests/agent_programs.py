@@ -301,7 +301,7 @@ def overflow(api: Any, url: str, token: str) -> None:
 def cut(api: Any, url: str, token: str) -> None:
     talk = api(url, token)
     talk.user("Hello")
-    assert talk.ask(tools=False, max_tokens=30)["text"] != "Answer to Hello"
+    assert talk.ask(tools=False, max_tokens=18)["text"] != "Answer to Hello"
     talk.user("Go on")
     assert talk.ask(tools=False)["text"] == "Answer to Go on"
 

@@ -166,7 +166,11 @@ def tokenizer_of(name: str) -> Any:
     added = [one for one in (*family.ends, *family.special) if not one.startswith("<|im_e")]
     added = [one for one in added if one not in ("<|endoftext|>", "<|im_end|>")]
     bos = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}.get(name)
-    return byte_tokenizer(template, more_special=added, bos_token=bos or "<|endoftext|>")
+    tokenizer = byte_tokenizer(template, more_special=added, bos_token=bos or "<|endoftext|>")
+    if name == "qwen3":  # as in the published tokenizer, not special
+        marks = ("think", "tool_call", "tool_response")
+        tokenizer.add_tokens([f"<{end}{mark}>" for mark in marks for end in ("", "/")])
+    return tokenizer
 
 
 def end_ids(name: str) -> tuple[int, ...]:

@@ -166,6 +166,28 @@ def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str, tas
     assert row.num_turns == 1 and bool(row.messages) == (client == "chat")
 
 
+@pytest.mark.parametrize("client", ["chat", "tokens"])
+def test_tools_of_a_task_set_of_verifiers_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
+    more: dict[str, Any] = {}
+    if client == "tokens":
+        tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
+        more = {"client": client, "tokenizer": str(tmp_path / "tokenizer")}
+        more["renderer"] = {"name": "qwen3"}
+    task = {"idx": 0, "prompt": "add 17 25", "answer": "42"}
+    env = {"taskset": {"id": "verifiers_sums"}, "agent": agent}
+    with playing(tmp_path, "verifiers", env=env, **more) as play:
+        report, result = play("verifiers_sums 0", task=task)
+    assert report == Report(1.0), report
+    (row,) = result.rows  # one conversation, whose second turn continues the first
+    assert row.num_turns == 2 and bool(row.messages) == (client == "chat")
+    text = tokenizer_of("qwen3").decode([*row.prompt, *row.tokens])
+    assert "<tool_response>\n42\n</tool_response>" in text and "The result is 42." in text
+
+
 def test_rows_are_written_without_showing_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
