@@ -72,6 +72,15 @@ WINDOWED_MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral-window": {**TINY, **WINDOW, "model_type": "mistral"},
 }
+# Norms with 1 + weight, also after attention and feed-forward layers; two kinds of layers.
+GEMMA3: dict[str, Any] = {
+    **TINY,
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": True,
+}
 # Recurrent states in all layers but one.
 HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
@@ -189,7 +198,14 @@ PACKAGED_HYBRID_MODELS = {
     for name, model in of_packages(HYBRID_MODELS | HYBRID_EXPERT_MODELS).items()
     if name.startswith("vllm")
 }
-PACKAGED_ALL = {**PACKAGED_MODELS, **PACKAGED_EXPERT_MODELS, **PACKAGED_HYBRID_MODELS}
+MISTRAL = {"mistral-window": WINDOWED_MODELS["mistral-window"]}
+PACKAGED_OTHERS = of_packages({**MISTRAL, "gemma3": GEMMA3})  # of test_exact.py
+PACKAGED_ALL = {
+    **PACKAGED_MODELS,
+    **PACKAGED_EXPERT_MODELS,
+    **PACKAGED_HYBRID_MODELS,
+    **PACKAGED_OTHERS,
+}
 ALL_MODELS = {
     **HF_MODELS,
     **WINDOWED_MODELS,

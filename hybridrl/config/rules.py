@@ -103,7 +103,7 @@ def check(
         *_release_rules(config, default_dtype),
         *optimizer_rules(config, default_dtype),
         *quantization_rules(config, default_dtype),
-        *numerics_rules(config, model_config or {}, default_dtype),
+        *numerics_rules(config, model_config or {}),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),

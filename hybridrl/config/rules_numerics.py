@@ -17,20 +17,21 @@ CLOSE = f"Set {KEY}=close."
 MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 
 
-def numerics_rules(
-    config: Config, shape: Mapping[str, Any], default_dtype: str
-) -> Iterator[UserError]:
-    """Yields the reasons why engine and trainer cannot compute the same bits.
+def gpu_refusal() -> UserError:
+    """Returns the error for exact mode on GPUs."""
+    allowed = "close on GPUs, whose kernels are not compared bit by bit; exact runs on CPU"
+    return UserError(KEY, "exact", allowed, CLOSE)
+
+
+def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yields the reasons why engine and trainer cannot compute the same bits. `gpu_refusal` is
+    raised by the caller that knows the host.
 
     Args:
         shape: The policy's config.json, or empty.
-        default_dtype: Data type that model.dtype=auto selects on this host: float32 on CPU.
     """
     if not config.numerics.is_exact:
         return
-    if default_dtype != "float32":
-        allowed = "close on GPUs, whose attention kernels are not compared yet; exact runs on CPU"
-        yield UserError(KEY, "exact", allowed, CLOSE)
     needs, engine = config.algorithm.needs, config.rollout.engine
     if needs is not None and not needs.rollouts:
         allowed = f"close with algorithm {config.algorithm.name}, which samples no responses"

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgorithm
+from hybridrl.config.own_code import imported
 from hybridrl.config.roles import run_models
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PpoConfig
@@ -41,6 +42,7 @@ from hybridrl.roles.critic import Critic
 from hybridrl.roles.policy import LossTerm, Policy
 from hybridrl.roles.reward_models import RewardModel, make_reward_models
 from hybridrl.roles.teacher import Teacher, make_teacher
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.exploded import explosion_of
 from hybridrl.training.from_config import build_model, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -384,5 +386,6 @@ def _build(
     if role == "policy" and replays(config):
         model.replay_experts()
     if head == "lm" and config.numerics.is_exact:
-        model.match_engine()
+        attention = ENGINES[config.rollout.engine].exact_attention
+        model.match_engine(None if attention is None else imported(attention))
     return model

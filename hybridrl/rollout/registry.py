@@ -61,6 +61,8 @@ class EngineTraits:
         quantizes: Whether it can hold weights and KV cache in FP8 on GPUs (`rollout.quantization`,
             `rollout.kv_cache_dtype`).
         matches_exactly: Whether it can compute the same bits as the trainer (`numerics.match`).
+        exact_attention: `module:function` of the attention with which the trainer then computes;
+            None for the trainer's own.
         max_stop_tokens: Maximum number of stop tokens in a request with a minimum length; None
             means no limit.
         runs_on_gpus: Whether `hybridrl plan` assumes that it runs on GPUs, even if the host has
@@ -93,6 +95,7 @@ class EngineTraits:
     penalizes: bool = False
     quantizes: bool = False
     matches_exactly: bool = False
+    exact_attention: str | None = None
     max_stop_tokens: int | None = None
     runs_on_gpus: bool = False
     has_fitted_times: bool = False
@@ -160,6 +163,8 @@ ENGINES = {
         ends_by_text=True,
         penalizes=True,
         quantizes=True,
+        matches_exactly=True,
+        exact_attention="hybridrl.rollout.vllm.exact:attend",
         max_stop_tokens=128,  # the maximum that vLLM's second model runner can exclude
         runs_on_gpus=True,
         has_fitted_times=True,

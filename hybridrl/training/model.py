@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hybridrl.checkpoint.writing import ModelFiles
+from hybridrl.config.rules_numerics import gpu_refusal
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
@@ -274,14 +275,19 @@ class ParallelModel:
         trained = self._layout(self.trained_family, self._place).shapes if self.lora else ()
         return shareable(self.base_layout(), lender.base_layout(), trained, lender.frozen_weights())
 
-    def match_engine(self) -> None:
+    def match_engine(self, attend: Callable[..., torch.Tensor] | None = None) -> None:
         """Makes forward passes compute the same bits as the engine (`numerics.match`).
 
+        Args:
+            attend: The engine's attention; see `compute_exactly`.
+
         Raises:
-            ModelError: The model has a module that cannot.
+            UserError: The model runs on GPUs, or has a module that cannot.
         """
+        if not self.world.platform.is_cpu:
+            raise gpu_refusal()
         with self.world.all_agree("replacing operations by exact ones"):
-            compute_exactly(self._chunks)
+            compute_exactly(self._chunks, attend)
 
     def replay_experts(self) -> None:
         """Makes the model reuse the experts that the engine selected, for batches that record them.

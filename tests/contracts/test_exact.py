@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import HF_MODELS, TINY, WINDOWED_MODELS, make_requests, write_weights
+from engine_cases import (
+    GEMMA3,
+    HF_MODELS,
+    MISTRAL,
+    PACKAGED_MODELS,
+    PACKAGED_OTHERS,
+    TINY,
+    make_requests,
+    start_packaged,
+    write_weights,
+)
+from packaged import needs
 from small_runs import small_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms.grpo import Grpo
+from hybridrl.config.own_code import imported
 from hybridrl.config.schema import GrpoConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.models.family import resolve_family
@@ -23,31 +35,33 @@ from hybridrl.parallel.mesh import Mesh
 from hybridrl.roles.policy import Policy
 from hybridrl.rollout.engine import SamplingParams, generate
 from hybridrl.rollout.hf.adapter import HfEngine
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.model import ModelSource, ParallelModel
 
-GEMMA3 = {
-    **TINY,
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "sliding_window": 7,
-    "query_pre_attn_scalar": 8,
-    "tie_word_embeddings": True,
-}
-MISTRAL = {"mistral-window": WINDOWED_MODELS["mistral-window"]}
 MODELS: dict[str, dict[str, Any]] = {**HF_MODELS, **MISTRAL, "gemma3": GEMMA3}
+VLLM = {
+    name: model
+    for name, model in {**PACKAGED_MODELS, **PACKAGED_OTHERS}.items()
+    if name.startswith("vllm-")
+}
 
 
 def reference(name: str) -> Any:
     """Returns a transformers model with random weights."""
-    fields = dict(MODELS[name])
+    fields = dict((MODELS | VLLM)[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
-            parameter.data = 0.3 * noise if parameter.ndim > 1 else 0.5 + 0.1 * noise
+            scale = 0.3 * (TINY["hidden_size"] / config.hidden_size) ** 0.5
+            # Gemma's norms add 1, and its embeddings, which are tied, are multiplied by a factor.
+            is_gemma = config.model_type.startswith("gemma")
+            if parameter.ndim > 1:
+                parameter.data = (0.2 if is_gemma else 1.0) * scale * noise
+            else:
+                parameter.data = 0.1 * noise + (-0.5 if is_gemma else 0.5)
     return model
 
 
@@ -88,21 +102,28 @@ def trainer(mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(name, marks=needs("vllm")) for name in VLLM)]
+)
 def test_trainer_computes_the_bits_that_the_engine_sampled_with(
-    mesh: Mesh, tmp_path: Path, name: str, dtype: str
+    mesh: Mesh, tmp_path: Path, closed_engines: None, name: str, dtype: str
 ) -> None:
-    model, temperature = reference(name), 0.7
+    model, temperature, attend = reference(name), 0.7, None
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    engine = HfEngine(config, dtype, max_batch=4, is_exact=True)
+    if name in VLLM:
+        engine: Any = start_packaged(name, max_batch=4, dtype=dtype, is_exact=True)
+        attend = imported(str(ENGINES["vllm"].exact_attention))
+    else:
+        engine = HfEngine(config, dtype, max_batch=4, is_exact=True)
     write_weights(engine, model, 0)
     batch = rollouts_of(engine, temperature)
     policy = trainer(mesh, tmp_path, getattr(torch, dtype), temperature)
     usual_T = policy.logprobs(batch)
-    policy.model.match_engine()
+    policy.model.match_engine(attend)
     exact_T = policy.logprobs(batch)
     assert torch.equal(exact_T, batch.behaviour_logp_T)
+    assert float(exact_T.mean()) < -0.1  # responses are not certain
     # The usual operations round differently, so that the test can fail.
     assert not torch.equal(usual_T, batch.behaviour_logp_T)
     assert float((usual_T - exact_T).abs().max()) < (0.5 if dtype == "bfloat16" else 1e-4)
@@ -115,6 +136,7 @@ def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> 
     norm = torch.randn(24, requires_grad=True)
     query, key, value = (torch.randn(2, n, 9, 8, requires_grad=True) for n in (4, 2, 2))
     seen = torch.ones(9, 9, dtype=torch.bool).tril()[None]
+    position = torch.arange(9)[None]
     pairs = (
         (exact._Product.apply(x, weight), x @ weight.T, (x, weight)),
         (
@@ -123,7 +145,9 @@ def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> 
             (x, norm),
         ),
         (
-            exact.ExactAttention.apply(query, key, value, seen, 0.3),
+            exact.ExactAttention.apply(
+                exact.by_blocks, query, key, value, seen, position, None, 0.3
+            ),
             torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=0.3, enable_gqa=True
             ),

@@ -104,6 +104,7 @@ WALLS = {
             "adapter",
             "adapters",
             "decoding",
+            "exact",
             "experts",
             "fp8",
             "images",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from command_line import QUICKSTART
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
+from hybridrl.services.planner.plan_report import plan_report
 
 LLAMA = {"model_type": "llama"}
 
@@ -18,8 +20,8 @@ def config(*overrides: str, algorithm: str = "grpo") -> Config:
     return load_config_dict(content, ["numerics.match=exact", *overrides])
 
 
-def refusals(found: Config, shape: dict[str, Any], dtype: str = "float32") -> dict[str, str]:
-    errors = check(found, 2, shape, dtype)
+def refusals(found: Config, shape: dict[str, Any]) -> dict[str, str]:
+    errors = check(found, 2, shape)
     return {error.name: str(error) for error in errors if "numerics.match" in str(error)}
 
 
@@ -29,7 +31,7 @@ def test_exact_mode_uses_torchs_layers_and_refuses_nothing_that_it_supports() ->
         assert refusals(config("steps.updates_per_step=2"), {"model_type": kind}) == {}
     close = config("numerics.match=close", "train.tp=2")
     assert close.train.layers == "auto"
-    assert refusals(close, {"model_type": "gpt_oss"}, "bfloat16") == {}
+    assert refusals(close, {"model_type": "gpt_oss"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,12 @@ def test_exact_mode_refuses_models_adapters_and_algorithms() -> None:
         refusals(config(), {"model_type": "gemma2"}),
         refusals(config("lora.rank=8"), LLAMA),
         refusals(config(algorithm="sft"), LLAMA),
-        refusals(config(), LLAMA, "bfloat16"),
     ):
         assert set(found) == {"numerics.match"}
+
+
+def test_a_plan_for_gpus_refuses_exact_mode() -> None:
+    model = f"model.init={QUICKSTART / 'model'}"
+    _, violations = plan_report(config("rollout.engine=vllm", model), 1)
+    said = [str(one) for one in violations if one.name == "numerics.match"]
+    assert len(said) == 1 and "on GPUs" in said[0]

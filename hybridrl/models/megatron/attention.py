@@ -399,7 +399,7 @@ class PackedAttention(MegatronModule):
         if self.num_before is not None and self.num_before < 0:
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's value
-        # Takes query, key, value, the mask (N, Q, K) and the scale; exact.py sets it.
+        # Exact attention, with the arguments of `exact.by_blocks`; exact.py sets it.
         self.attend_exactly: Callable[..., torch.Tensor] | None = None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -480,7 +480,9 @@ class PackedAttention(MegatronModule):
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
         if self.attend_exactly is not None and mask is not None:
-            return self.attend_exactly(query, key, value, mask[:, 0], self.scale)
+            return self.attend_exactly(
+                query, key, value, mask[:, 0], position_NQ, self.num_before, self.scale
+            )
         if is_explicit and mask is not None:
             return explicit_attention(
                 query,

@@ -9,7 +9,7 @@ and in the same types on both sides, so they need no replacement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,14 @@ from hybridrl.models.megatron.heads import LanguageModel
 from hybridrl.models.megatron.norm import RMSNorm
 from hybridrl.models.megatron.post_norm import PostNorm
 
+Attend = Callable[..., torch.Tensor]
 
-def compute_exactly(chunks: Sequence[torch.nn.Module]) -> None:
+
+def compute_exactly(chunks: Sequence[torch.nn.Module], attend: Attend | None = None) -> None:
     """Replaces the operations of a model's chunks.
+
+    Args:
+        attend: The engine's attention, with the arguments of `by_blocks`, which is the default.
 
     Raises:
         ModelError: A module with parameters has no such operation.
@@ -40,7 +45,7 @@ def compute_exactly(chunks: Sequence[torch.nn.Module]) -> None:
             elif isinstance(part, PostNorm):
                 part.forward = partial(_post_norm, part)  # type: ignore[method-assign]
             elif isinstance(part, PackedAttention):
-                part.attend_exactly = ExactAttention.apply
+                part.attend_exactly = partial(ExactAttention.apply, attend or by_blocks)
             elif isinstance(part, LanguageModel):
                 part.is_exact = True
             elif any(True for _ in part.parameters(recurse=False)) and "embedding" not in name:
@@ -117,21 +122,43 @@ class _Norm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight_D.dtype), None, None
 
 
+def by_blocks(
+    query_BHQD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    is_seen_BQS: torch.Tensor,
+    position_BQ: torch.Tensor,
+    num_before: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Attends as the hf engine does; see `ops.invariant_attention`.
+
+    Args:
+        position_BQ: Position of each query in its sequence; one row if all are alike.
+        num_before: Number of earlier positions that a query attends to; None for all of them.
+            Both are also in `is_seen_BQS`.
+    """
+    return ops.invariant_attention(query_BHQD, key_BHSD, value_BHSD, is_seen_BQS, scale)
+
+
 class ExactAttention(torch.autograd.Function):
-    """Attention with the arguments of `ops.invariant_attention`."""
+    """Attention with a given forward pass, and further arguments as `by_blocks`."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        attend: Attend,
         query_BHQD: torch.Tensor,
         key_BHSD: torch.Tensor,
         value_BHSD: torch.Tensor,
         is_seen_BQS: torch.Tensor,
+        position_BQ: torch.Tensor,
+        num_before: int | None,
         scale: float,
     ) -> torch.Tensor:
         ctx.save_for_backward(query_BHQD, key_BHSD, value_BHSD, is_seen_BQS)
         ctx.scale = scale
-        return ops.invariant_attention(query_BHQD, key_BHSD, value_BHSD, is_seen_BQS, scale)
+        return attend(query_BHQD, key_BHSD, value_BHSD, is_seen_BQS, position_BQ, num_before, scale)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -149,4 +176,4 @@ class ExactAttention(torch.autograd.Function):
                 enable_gqa=query.size(1) != key.size(1),
             )
             grads = torch.autograd.grad(result, (query, key, value), grad)
-        return *grads, None, None
+        return None, *grads, None, None, None, None

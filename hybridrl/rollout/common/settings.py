@@ -47,6 +47,7 @@ class EngineSettings:
         quantization: Quantization of projections and experts, as in `rollout.quantization`.
         unquantized: HF names of linear layers that quantization leaves out.
         kv_cache_dtype: Type of the KV cache, as in `rollout.kv_cache_dtype`.
+        is_exact: Whether the engine computes the same bits as the trainer (`numerics.match`).
     """
 
     hf_config: Mapping[str, Any]
@@ -66,6 +67,7 @@ class EngineSettings:
     quantization: Literal["none", "fp8"] = "none"
     unquantized: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    is_exact: bool = False
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
@@ -90,6 +92,7 @@ class EngineSettings:
             quantization=rollout.quantization,
             unquantized=tuple(unquantized),
             kv_cache_dtype=rollout.kv_cache_dtype,
+            is_exact=inputs.is_exact,
         )
 
     def config_json(self) -> dict[str, Any]:

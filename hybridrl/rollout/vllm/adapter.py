@@ -23,6 +23,7 @@ from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
+from hybridrl.rollout.vllm.exact import compute_exactly
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, PixelItems
@@ -91,6 +92,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             check_kernels(model, self._inputs.version)
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
+        if self._settings.is_exact:
+            compute_exactly(model)
         if self._shape.latent is not None and self._device.type == "cpu":
             rotate_with_torch(model, self._inputs.version)
 

@@ -17,6 +17,7 @@ from typing import Any
 from hybridrl.checkpoint.segments import locked_bytes
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
+from hybridrl.config.rules_numerics import gpu_refusal
 from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -106,6 +107,8 @@ def plan_report(
     hf_config, violations = model_violations(
         config, world_size, default_dtype=dtype, machines=machines
     )
+    if on_gpu and config.numerics.is_exact:
+        violations.append(gpu_refusal())
     models, unknown = planned_models(config)
     violations += [*unknown, *mismatch, *_transport_rules(config, assumed)]
     if violations or models is None or machines is None:

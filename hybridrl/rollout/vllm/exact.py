@@ -1,0 +1,182 @@
+"""Makes vLLM on CPU compute the same bits as the trainer, whatever the batch.
+
+Replaces products, norms, activations, rotary positions and logits by the operations of the trainer
+(models/megatron/exact.py). The trainer, in turn, attends with vLLM's kernel (`attend`), whose
+result for a token does not depend on the other requests, nor on whether the token is in a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrl import ops
+from hybridrl.errors import ModelError
+from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE
+
+
+def compute_exactly(model: torch.nn.Module) -> None:
+    """Replaces the operations of a vLLM model.
+
+    Raises:
+        ModelError: A module has no such operation.
+    """
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for name, module in model.named_modules():
+        part: Any = module
+        if isinstance(part, LinearBase):
+            part.quant_method.apply = _linear
+        elif isinstance(part, RMSNorm | GemmaRMSNorm):
+            part.forward = partial(_norm, part, isinstance(part, GemmaRMSNorm))
+        elif isinstance(part, SiluAndMul):
+            part.forward = _silu_and_mul
+        elif isinstance(part, GeluAndMul):
+            part.forward = partial(_gelu_and_mul, part.approximate)
+        elif isinstance(part, RotaryEmbedding):
+            part.forward = partial(_rotate, part)
+        elif isinstance(part, LogitsProcessor):
+            part._apply_head = _logits
+        elif not isinstance(part, Attention | VocabParallelEmbedding) and any(_own(part)):
+            raise ModelError(
+                "numerics.match",
+                "exact",
+                f"close with vLLM's {type(part).__name__} ({name})",
+                "Set numerics.match=close.",
+            )
+
+
+def _own(part: torch.nn.Module) -> Iterator[bool]:
+    return (True for _ in part.parameters(recurse=False))
+
+
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = ops.invariant_product(x.reshape(-1, x.size(-1)), layer.weight)
+    found = rows.view(*x.shape[:-1], -1)
+    return found if bias is None else found + bias
+
+
+def _norm(norm: Any, is_centered: bool, x: Tensor, residual: Tensor | None = None) -> Any:
+    if residual is not None:
+        x = x + residual
+    found, _ = ops.invariant_rms_norm(x, norm.weight.data, norm.variance_epsilon, is_centered)
+    return found if residual is None else (found, x)
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gelu_and_mul(approximate: str, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _rotate(
+    rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Rotates by the formula of Megatron and transformers, which round every product."""
+    size = rotary.rotary_dim
+    angles = rotary._match_cos_sin_cache_dtype(query)[positions.flatten()][:, None]
+    cos, sin = (torch.cat((half, half), -1) for half in angles.chunk(2, dim=-1))
+
+    def turned(x: Tensor) -> Tensor:
+        heads = x.view(len(cos), -1, rotary.head_size)
+        part, rest = heads[..., :size], heads[..., size:]
+        first, second = part.chunk(2, dim=-1)
+        part = part * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((part, rest), -1).view(x.shape)
+
+    return turned(query), None if key is None else turned(key)
+
+
+def _logits(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    return ops.invariant_logits(hidden, lm_head.weight)
+
+
+def attend(
+    query_NHQD: Tensor,
+    key_NHSD: Tensor,
+    value_NHSD: Tensor,
+    is_seen_NQS: Tensor,
+    position_NQ: Tensor,
+    num_before: int | None,
+    scale: float,
+) -> Tensor:
+    """Attends as the engine does, with vLLM's kernel: (N, H, Q, D).
+
+    Args:
+        query_NHQD: Rows of consecutive positions, which may end with repetitions of the last one.
+        key_NHSD, value_NHSD: Keys from position 0 on.
+        is_seen_NQS: Ignored, because the kernel computes the mask from the following arguments.
+        position_NQ: Position of each query in its sequence; one row if all are alike.
+        num_before: Number of earlier positions that a query attends to; None for all of them.
+        scale: Factor of the products.
+    """
+    from vllm import _custom_ops, envs
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    num_rows, num_heads, num_queries, size = query_NHQD.shape
+    num_kv_heads, dtype, window = key_NHSD.size(1), query_NHQD.dtype, -1
+    if num_before is not None:
+        window = num_before + 1
+    isa = _get_attn_isa(dtype, CPU_BLOCK_SIZE, size)
+    position_NQ = position_NQ.expand(num_rows, num_queries)
+    first_N, last_N = position_NQ[:, 0], position_NQ.amax(1)
+    length_N, count_N = (last_N + 1).int(), (last_N - first_N + 1).int()
+    num_blocks = -(-key_NHSD.size(2) // CPU_BLOCK_SIZE)
+    cache = query_NHQD.new_zeros(num_rows * num_blocks, num_kv_heads, 2 * CPU_BLOCK_SIZE, size)
+    keys, values = cache.chunk(2, dim=2)
+    table = torch.arange(num_rows * num_blocks, dtype=torch.int32).view(num_rows, num_blocks)
+    slot_NS = torch.arange(num_rows)[:, None] * (num_blocks * CPU_BLOCK_SIZE)
+    slot_NS = slot_NS + torch.arange(key_NHSD.size(2))
+    tokens = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key_NHSD, value_NHSD))
+    _custom_ops.cpu_attn_reshape_and_cache(*tokens, keys, values, slot_NS.flatten(), isa)
+    starts = F.pad(count_N.cumsum(0), (1, 0)).int()
+    is_real_NQ = torch.arange(num_queries) < count_N[:, None]
+    query = query_NHQD.transpose(1, 2)[is_real_NQ].contiguous()
+    found = torch.empty_like(query)
+    plan = _custom_ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=num_rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=size,
+        seq_lens=length_N,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=window,
+        isa=isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
+    _custom_ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=found,
+        query_start_loc=starts,
+        seq_lens=length_N,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=window,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=plan,
+        s_aux=None,
+    )
+    result = query_NHQD.new_zeros(num_rows, num_queries, num_heads, size)
+    result[is_real_NQ] = found
+    return result.transpose(1, 2)
