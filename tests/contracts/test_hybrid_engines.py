@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import (
+    ALL_MODELS,
     PACKAGED_HYBRID_MODELS,
     make_reference,
     make_requests,
@@ -27,6 +28,7 @@ from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.vllm.text_models import QWEN3_5
 
 pytestmark = [*needs("vllm"), pytest.mark.usefixtures("process_group", "closed_engines")]
 
@@ -102,6 +104,36 @@ def test_hybrid_engine_resets_states_of_requests_and_updates(name: str) -> None:
         own = {"tokens": whole.tokens[kept:], "logps": whole.logps[kept:]}
         found.append(replace(whole, **own, version=1, versions=()))
     check_rounded(model, asked, found)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_text_models_that_vllm_does_not_register_generate(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vLLM 0.26, whose classes of them also lack the description of states; with the sections
+    of multimodal positions, which those classes do not compute.
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import qwen3_5
+
+    models = {one: found for one, found in ModelRegistry.models.items() if one not in QWEN3_5}
+    monkeypatch.setattr(ModelRegistry, "models", models)
+    config = {**PACKAGED_HYBRID_MODELS[name], "head_dim": 128}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    engine = start_packaged(
+        name,
+        hf_config={**config, "rope_parameters": rope | sections},
+        dtype="bfloat16",
+        kv_cache_bytes=None,
+    )
+    assert type(engine.model).__module__ != qwen3_5.__name__
+    assert not engine._live.llm.vllm_config.model_config.uses_mrope
+    monkeypatch.setitem(ALL_MODELS, name, {**config, "rope_parameters": rope})
+    model = rounded_reference(name, 0)
+    write_weights(engine, model, 0)
+    requests = make_requests(12, GREEDY)
+    check_rounded(model, requests, generate(engine, requests))
 
 
 def test_cache_of_a_hybrid_model_has_room_for_its_requests() -> None:

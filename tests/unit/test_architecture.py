@@ -113,6 +113,7 @@ WALLS = {
             "requests",
             "routing",
             "start",
+            "text_models",
         )
     ],
     "sglang": [

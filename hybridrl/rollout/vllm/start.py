@@ -39,6 +39,7 @@ from hybridrl.rollout.vllm.fp8 import before_processing, check_gpu, choose_kerne
 from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.one_adapter import compute_densely
+from hybridrl.rollout.vllm.text_models import register_text_models, text_config
 from hybridrl.rollout.vllm.version import NAME, refusal
 
 ENVIRONMENT = {
@@ -100,6 +101,7 @@ def start(
         stand_in_for(("torchvision",))
     if is_cpu and shape.mixer is not None:
         _convolve_with_live_parameters()
+    register_text_models(settings.architectures)
     from vllm.distributed import parallel_state
 
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
@@ -166,7 +168,7 @@ def _make_engine(
 
     set_num_threads = torch.set_num_threads
     with (
-        model_folder(settings.config_json(), *place) as folder,
+        model_folder(text_config(settings.config_json(), settings.architectures), *place) as folder,
         # vLLM inspects the model's class in a subprocess, so that its own process does not use a
         # GPU. That takes 17 s for imports, and this process uses a GPU anyway.
         replaced(registry, "_run_in_subprocess", lambda look: look(), if_there=True),
