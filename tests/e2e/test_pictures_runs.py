@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import ROOT, records, run
+from packaged import needs
 from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
 
 EXAMPLE = ROOT / "examples" / "pictures"
@@ -72,7 +73,14 @@ def test_a_run_continues_in_another_layout_and_is_exported(
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_rewards_train_on_pictures(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ("rollout.engine=hf",),
+        pytest.param(("rollout.engine=vllm", "rollout.tp=2"), marks=needs("vllm")),
+    ],
+)
+def test_rewards_train_on_pictures(data: Path, engine: tuple[str, ...], tmp_path: Path) -> None:
     run(
         "train",
         EXAMPLE / "grpo.yaml",
@@ -83,6 +91,7 @@ def test_rewards_train_on_pictures(data: Path, tmp_path: Path) -> None:
         f"run.dir={tmp_path}",
         "train.tp=2",
         "steps.num_steps=2",
+        *engine,
         "--world",
         "2",
     )
