@@ -16,9 +16,9 @@ import psutil
 import pytest
 from chat_tokenizers import byte_tokenizer
 
-from hybridrl.agents.backend import SamplingTerms, TurnRequest
+from hybridrl.agents.backend import Arrivals, SamplingTerms, TurnRequest
 from hybridrl.agents.host import Assignment, Finished
-from hybridrl.agents.host_process import CannotMove, HostProcess
+from hybridrl.agents.host_process import CannotMove, HostProcess, _Events
 from hybridrl.agents.host_settings import HostSettings
 from hybridrl.config.agent import AgentConfig
 from hybridrl.errors import UserError
@@ -115,6 +115,15 @@ def _arrivals(host: HostProcess) -> tuple[TurnRequest, ...]:
         assert time.monotonic() < until
         host.wait(0.1)
     return found
+
+
+def test_turns_that_were_stopped_before_they_were_taken_are_left_out() -> None:
+    host = object.__new__(HostProcess)
+    host._arrived, host._aborted, host._finished, host._error = [], [], [], None
+    turns = [TurnRequest(number, "s", 0, number, (1,), 5) for number in range(3)]
+    host._note(_Events(Arrivals(tuple(turns[:2]), (7,))))
+    host._note(_Events(Arrivals(tuple(turns[2:]), (1, 8))))
+    assert host._arrived == [turns[0], turns[2]] and host._aborted == [7, 8]
 
 
 def test_a_process_ends_with_its_programs_when_the_rank_closes_it(tmp_path: Path) -> None:
