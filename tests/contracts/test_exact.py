@@ -45,6 +45,9 @@ VLLM = {
     if name.startswith("vllm-")
 }
 
+FULL = pytest.mark.full
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="exact mode is refused on GPUs")
+
 
 def reference(name: str) -> Any:
     """Returns a transformers model with random weights."""
@@ -101,10 +104,18 @@ def trainer(mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float) ->
     return Policy(model, Grpo(GrpoConfig()), 1, temperature)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "name", [*MODELS, *(pytest.param(name, marks=needs("vllm")) for name in VLLM)]
-)
+def cases() -> list[Any]:
+    """Returns models and types; one start of vLLM is enough for every day."""
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        for name in (*MODELS, *VLLM):
+            is_usual = dtype == "bfloat16" and (name in MODELS or name == "vllm-qwen3")
+            marks = [*(needs("vllm") if name in VLLM else ())]
+            found.append(pytest.param(name, dtype, marks=marks if is_usual else [*marks, FULL]))
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases())
 def test_trainer_computes_the_bits_that_the_engine_sampled_with(
     mesh: Mesh, tmp_path: Path, closed_engines: None, name: str, dtype: str
 ) -> None:
