@@ -93,7 +93,12 @@ def engines() -> dict[str, set[str]]:
     import packaged_worker
 
     found: dict[str, set[str]] = {"vllm": set(WITH_IMAGES), "sglang": set()}
-    models = engine_cases.PACKAGED_ALL
+    # Others in engine_cases.py are those of tests of one engine.
+    models = {
+        **engine_cases.PACKAGED_MODELS,
+        **engine_cases.PACKAGED_EXPERT_MODELS,
+        **engine_cases.PACKAGED_HYBRID_MODELS,
+    }
     for name, model in models.items():
         found[name.partition("-")[0]].add(model["model_type"])
     worker_names = [name for cases in packaged_worker.CASES.values() for name, _ in cases]
