@@ -120,13 +120,15 @@ class Oracle:
         for name, one in self.params.items():
             one.grad = gradients[name].float()
         torch.nn.utils.clip_grad_norm_(self.params.values(), CLIP)
-        # torch computes in bf16; rounding aside, it is the same.
-        in_bf16 = torch.Tensor.bfloat16
+        # torch computes in bf16; rounding aside, it is the same. Versions write it in two ways.
+        method, dtype = torch.Tensor.bfloat16, torch.bfloat16
         torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]
+        torch.bfloat16 = torch.float32
         try:
             self.muon.step()
         finally:
-            torch.Tensor.bfloat16 = in_bf16  # type: ignore[method-assign]
+            torch.Tensor.bfloat16 = method  # type: ignore[method-assign]
+            torch.bfloat16 = dtype
         self.adamw.step()
 
 
