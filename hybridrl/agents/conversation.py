@@ -122,7 +122,8 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
 def _digest(before: bytes, *texts: str | None) -> bytes:
     """Returns the digest of texts after `before`. Their lengths keep neighbours apart."""
     whole = "".join("-" if text is None else f"{len(text)}:{text}" for text in texts)
-    return hashlib.blake2b(before + whole.encode(), digest_size=16).digest()
+    content = whole.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(before + content, digest_size=16).digest()
 
 
 def _json_text(value: Any) -> str:

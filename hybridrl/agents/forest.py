@@ -178,7 +178,7 @@ def rendered_input(
 
     Args:
         digests: Digests of `conversation`.
-        match: Turn that the conversation continues; None if it begins anew.
+        match: Turn that the conversation continues; None if it continues none.
 
     Raises:
         BadRequest: The chat template rejects the messages.

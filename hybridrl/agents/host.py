@@ -188,6 +188,10 @@ class AgentHost:
         if not is_any:
             self._queue.wait(timeout_s)
 
+    def end_wait(self) -> None:
+        """Ends the current or the next `wait`."""
+        self._queue.wake()
+
     def sleep(self) -> None:
         """Notes that the engine sleeps; turns are then answered later."""
         self._queue.is_asleep = True

@@ -5,21 +5,24 @@ In one process, both would share Python's interpreter lock: a turn takes about 1
 endpoint, and an engine step would wait for it.
 
 Who waits for whom: the rank's loop sends calls without waiting for them, and receives turns and
-results in `take`. Only `versions`, the start and `close` wait for the process. The process always
-reads calls, also while it sends, so neither side can block the other. It ends when the rank closes
-the connection or dies.
+results in `take`. Only `versions`, the start and `close` wait for the process. In the process, the
+main thread only reads calls, and another thread sends everything. The main thread therefore never
+waits for the rank to read, and neither side can block the other. The process ends when the rank
+closes the connection or dies.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
-import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
+import traceback
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,10 +34,15 @@ from hybridrl.agents.backend import Arrivals, TurnRequest
 from hybridrl.agents.host import AgentHost, Assignment, Finished
 from hybridrl.agents.host_settings import HostSettings, make_host
 from hybridrl.errors import UserError, error_text, failure_text
+from hybridrl.parallel.stop_signals import leave_stop_signals_to_the_rank
 from hybridrl.rollout.engine import Completion
 
 CLOSE_S = 30.0  # how long `close` waits for programs that end slowly
-REPORT_S = 1.0  # maximum time between two checks whether the rank is alive
+START_S = 300.0  # how long the process may take to import its modules, and then to start the host
+REPORT_S = (
+    1.0  # how long a thread waits for events before it checks whether the other side is alive
+)
+SEE_LOG = "its output is in the log of this rank"
 SWITCH_S = 0.0005  # time after which a thread of the process lets another thread run
 
 
@@ -44,20 +52,36 @@ class CannotMove(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a method of the host."""
+    """A call of a method of the host.
+
+    Args:
+        name: Name of the method.
+        arguments: Arguments of the method.
+        number: Number of the call if the rank waits for its answer; otherwise None.
+    """
 
     name: str
     arguments: tuple[Any, ...] = ()
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Result or error of the call with this number."""
+
+    number: int
+    result: Any = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class _Started:
-    """The process listens, or could not start.
+    """First message after the settings: whether the host was started.
 
     Args:
         notes: Notes of `make_host`.
         error: Error of `make_host`.
-        obstacle: Why the settings could not be read.
+        obstacle: Why the tokenizer could not be read.
     """
 
     notes: tuple[str, ...] = ()
@@ -74,8 +98,76 @@ class _Events:
     error: Exception | None = None
 
 
+class _Link:
+    """The rank's side of the connection. Threads may share it.
+
+    If a transfer fails or is interrupted, a part of a message may be left in the connection. All
+    later transfers therefore raise an error.
+    """
+
+    def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+        self._connection, self._process = connection, process
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._fault: str | None = None
+
+    def send(self, message: Any) -> None:
+        """Sends a message.
+
+        Raises:
+            RuntimeError: The connection is broken.
+        """
+        content = pickle.dumps(message)
+        with self._sending, self._transfer():
+            self._connection.send_bytes(content)
+
+    def receive(self) -> Any:
+        """Returns the next message.
+
+        Raises:
+            RuntimeError: The connection is broken.
+        """
+        with self._receiving, self._transfer():
+            content = self._connection.recv_bytes()
+        return pickle.loads(content)
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Waits until there is a message, or until the connection is broken."""
+        return self._fault is not None or self._connection.poll(timeout_s)
+
+    def close(self) -> None:
+        """Closes the connection, also for processes that inherited a copy of it."""
+        self._fault = self._fault or "the connection to the process that runs agents is closed"
+        with suppress(OSError):
+            copy = socket.socket(fileno=os.dup(self._connection.fileno()))
+            with copy:
+                copy.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    @contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """Context manager that keeps why the connection is broken."""
+        if self._fault is not None:
+            raise RuntimeError(self._fault)
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            self._fault = self._end_of_process()
+            raise RuntimeError(self._fault) from error
+        except BaseException:
+            self._fault = "the connection to the process that runs agents was interrupted"
+            raise
+
+    def _end_of_process(self) -> str:
+        """Returns how the process ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.poll()
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        return f"the process that runs agents {how}; {SEE_LOG}"
+
+
 class HostProcess:
-    """Implements the interface of `AgentHost` for a host in another process.
+    """Implements the interface of `AgentHost` for a host in another process. Threads may share it.
 
     Args:
         settings: Settings of the host.
@@ -84,32 +176,36 @@ class HostProcess:
         notes: Notes of `make_host`.
 
     Raises:
-        CannotMove: The settings, such as the tokenizer, cannot be sent to another process.
+        CannotMove: The tokenizer cannot be sent to another process.
         UserError: See `make_host`.
+        RuntimeError: The process ended, or did not start in time.
     """
 
     def __init__(self, settings: HostSettings) -> None:
         try:
-            content = pickle.dumps(settings)
+            tokenizer = pickle.dumps(settings.tokenizer)
         except Exception as error:  # a user's tokenizer may raise anything
             raise CannotMove(error_text(error)) from error
-        self._link, theirs = Pipe()
+        ours, theirs = Pipe()
         with theirs:
             self._process = _spawn(theirs.fileno())
+        self._link = _Link(ours, self._process)
+        self._received = threading.RLock()  # guards the following attributes
         self._arrived: list[TurnRequest] = []
         self._aborted: list[int] = []
         self._finished: list[Finished] = []
         self._error: Exception | None = None
-        self._link.send_bytes(content)
-        started = self._received()
-        if started.obstacle is not None or started.error is not None:
+        self._answers: dict[int, _Answer] = {}
+        self._numbers = itertools.count()
+        try:
+            self.notes = self._start((replace(settings, tokenizer=None), tokenizer))
+        except BaseException:
             self.close()
-            raise started.error or CannotMove(started.obstacle)
-        self.notes = started.notes
+            raise
 
     @property
     def process_id(self) -> int:
-        """Number of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def begin(self, assignment: Assignment) -> None:
@@ -119,20 +215,23 @@ class HostProcess:
 
     def end(self, key: int) -> None:
         """See `AgentHost.end`."""
-        self._finished = [one for one in self._finished if one.key != key]
+        with self._received:
+            self._finished = [one for one in self._finished if one.key != key]
         self._call("end", key)
 
     def take(self) -> Arrivals:
         """See `AgentHost.take`."""
-        while self._link.poll():
-            self._note(self._received())
-        arrivals = Arrivals(tuple(self._arrived), tuple(self._aborted))
-        self._arrived, self._aborted = [], []
+        with self._received:
+            while self._link.poll():
+                self._note(self._link.receive())
+            arrivals = Arrivals(tuple(self._arrived), tuple(self._aborted))
+            self._arrived, self._aborted = [], []
         return arrivals
 
     def take_finished(self) -> list[Finished]:
         """Returns the episodes that ended before the last `take`; see `AgentHost.take_finished`."""
-        found, self._finished = self._finished, []
+        with self._received:
+            found, self._finished = self._finished, []
         if self._error is not None:
             raise self._error
         return found
@@ -160,10 +259,17 @@ class HostProcess:
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
         """See `AgentHost.versions`."""
-        self._call("versions", tuple(keys))
-        while isinstance(found := self._received(), _Events):
-            self._note(found)
-        versions: dict[int, Counter[int]] = found
+        number = next(self._numbers)
+        self._link.send(_Call("versions", (tuple(keys),), number))
+        while True:
+            with self._received:
+                if (answer := self._answers.pop(number, None)) is not None:
+                    break
+                if self._link.poll(REPORT_S):
+                    self._note(self._link.receive())
+        if answer.error is not None:
+            raise answer.error
+        versions: dict[int, Counter[int]] = answer.result
         return versions
 
     def close(self) -> None:
@@ -175,36 +281,39 @@ class HostProcess:
             self._process.kill()
             self._process.wait()
 
-    def _note(self, events: _Events) -> None:
-        self._arrived += events.arrivals.requests
+    def _start(self, content: Any) -> tuple[str, ...]:
+        """Sends the settings and waits until the host was started. Returns the host's notes."""
+        self._message_at_start()  # the process has imported its modules and reads
+        self._link.send(content)
+        started: _Started = self._message_at_start()
+        if started.obstacle is not None:
+            raise CannotMove(started.obstacle)
+        if started.error is not None:
+            raise started.error
+        return started.notes
+
+    def _message_at_start(self) -> Any:
+        if not self._link.poll(START_S):
+            raise RuntimeError(
+                f"the process that runs agents did not start within {START_S:g} s; {SEE_LOG}"
+            )
+        return self._link.receive()
+
+    def _note(self, message: _Events | _Answer) -> None:
+        if isinstance(message, _Answer):
+            self._answers[message.number] = message
+            return
+        arrivals = message.arrivals
+        self._arrived += arrivals.requests
         # A turn that is stopped before the engine received it never reaches the engine.
-        unseen = {one.request_id for one in self._arrived} & {*events.arrivals.aborted}
+        unseen = {one.request_id for one in self._arrived} & {*arrivals.aborted}
         self._arrived = [one for one in self._arrived if one.request_id not in unseen]
-        self._aborted += [number for number in events.arrivals.aborted if number not in unseen]
-        self._finished += events.finished
-        self._error = self._error or events.error
+        self._aborted += [number for number in arrivals.aborted if number not in unseen]
+        self._finished += message.finished
+        self._error = self._error or message.error
 
     def _call(self, name: str, *arguments: Any) -> None:
-        with self._known_end():
-            self._link.send(_Call(name, arguments))
-
-    def _received(self) -> Any:
-        with self._known_end():
-            return self._link.recv()
-
-    @contextmanager
-    def _known_end(self) -> Iterator[None]:
-        """Context manager that says how the process ended if the connection is broken."""
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            code = self._process.poll()
-            how = "closed its connection" if code is None else f"ended with exit code {code}"
-            raise RuntimeError(
-                f"the process that runs agents {how}; its output is in the log of this rank"
-            ) from error
+        self._link.send(_Call(name, arguments))
 
 
 def main(file: int, parent: int) -> None:
@@ -212,18 +321,18 @@ def main(file: int, parent: int) -> None:
 
     Args:
         file: File descriptor of this side of the connection.
-        parent: Number of the rank's process.
+        parent: Process id of the rank.
     """
-    # These signals reach all processes of a job; the rank decides when this one ends. Programs
-    # would inherit SIG_IGN, but do not inherit a handler.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _no_action)
+    leave_stop_signals_to_the_rank()
     sys.setswitchinterval(SWITCH_S)
     with Connection(file) as link:
         try:
-            settings = pickle.loads(link.recv_bytes())
-        except EOFError:
+            link.send(None)  # from here on, the process reads
+            settings, tokenizer = link.recv()
+        except (EOFError, OSError):  # the rank closed the connection
             return
+        try:
+            settings = replace(settings, tokenizer=pickle.loads(tokenizer))
         except Exception as error:  # a user's tokenizer may raise anything
             link.send(_Started(obstacle=error_text(error)))
             return
@@ -236,46 +345,107 @@ def main(file: int, parent: int) -> None:
         _serve(host, link, parent)
 
 
-def _serve(host: AgentHost, link: Connection, parent: int) -> None:
-    """Makes the calls that arrive, while another thread sends events."""
-    sending, ended = threading.Lock(), threading.Event()
+class _Reporter:
+    """Sends events, answers and the first error to the rank, on a thread of its own.
 
-    def send(message: Any) -> None:
-        with sending, suppress(OSError):  # the rank closed the connection
-            link.send(message)
+    Args:
+        host: Host whose events are sent.
+        link: Connection to the rank.
+        parent: Process id of the rank.
+    """
 
-    def report() -> None:
-        has_failed = False
-        while not ended.is_set():
-            host.wait(REPORT_S)
-            arrivals, finished, error = host.take(), list[Finished](), None
+    def __init__(self, host: AgentHost, link: Connection, parent: int) -> None:
+        self._host, self._link, self._parent = host, link, parent
+        self._messages: deque[_Answer | _Events] = deque()
+        self._is_posted, self._ended = threading.Event(), threading.Event()
+        self._failing, self._has_failed = threading.Lock(), False
+        threading.Thread(target=self._run, name="agents-events", daemon=True).start()
+
+    def post(self, message: _Answer | _Events) -> None:
+        """Sends a message soon. Never waits for the rank."""
+        self._messages.append(message)
+        self._is_posted.set()
+        self._host.end_wait()
+
+    def fail(self, error: Exception) -> None:
+        """Sends an error if it is the first, because the rank then ends the run. No events are sent
+        after it.
+        """
+        with self._failing:
+            if self._has_failed:
+                return
+            self._has_failed = True
+        self.post(_Events(error=_sendable(error)))
+
+    def end(self) -> None:
+        """Ends the thread after its current message."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set() and self._has_sent():
+                if os.getppid() != self._parent:
+                    # The rank has died, and another process has a copy of its side of the
+                    # connection.
+                    break
+            else:
+                return
+        except BaseException:  # nobody else sees an error of this thread
+            traceback.print_exc()
+        try:
+            self._host.close()
+        finally:
+            os._exit(1)
+
+    def _has_sent(self) -> bool:
+        """Waits for events or messages and sends them. Returns False if the rank closed the
+        connection.
+        """
+        if self._has_failed:
+            self._is_posted.wait(REPORT_S)
+        else:
+            self._host.wait(REPORT_S)
+        self._is_posted.clear()
+        if not self._has_failed and (events := self._events()) is not None:
+            self._messages.append(events)
+        while self._messages:
+            content = pickle.dumps(self._messages.popleft())
             try:
-                finished = [] if has_failed else host.take_finished()
-            except Exception as raised:  # the rank raises it
-                error, has_failed = _sendable(raised), True
-            if arrivals or finished or error:
-                send(_Events(arrivals, tuple(finished), error))
-            if os.getppid() != parent:
-                # The rank has died, and another process has a copy of its side of the connection.
-                host.close()
-                os._exit(1)
+                self._link.send_bytes(content)
+            except OSError:
+                return False
+        return True
 
-    reporter = threading.Thread(target=report, name="agents-events", daemon=True)
-    reporter.start()
+    def _events(self) -> _Events | None:
+        """Returns the events since the last call; None if there are none."""
+        try:
+            arrivals, finished = self._host.take(), self._host.take_finished()
+        except Exception as error:
+            self.fail(error)
+            return None
+        return _Events(arrivals, tuple(finished)) if arrivals or finished else None
+
+
+def _serve(host: AgentHost, link: Connection, parent: int) -> None:
+    """Makes the calls that arrive. Another thread sends their answers."""
+    reporter = _Reporter(host, link, parent)
     try:
         while True:
             call: _Call = link.recv()
             try:
-                found = getattr(host, call.name)(*call.arguments)
+                result = getattr(host, call.name)(*call.arguments)
             except Exception as error:  # the rank raises it
-                send(_Events(error=_sendable(error)))
-                continue
-            if call.name == "versions":
-                send(found)
+                if call.number is None:
+                    reporter.fail(error)
+                else:
+                    reporter.post(_Answer(call.number, error=_sendable(error)))
+            else:
+                if call.number is not None:
+                    reporter.post(_Answer(call.number, result))
     except (EOFError, OSError):  # the rank closed the connection
         pass
     finally:
-        ended.set()
+        reporter.end()
         host.close()
 
 
@@ -295,12 +465,11 @@ def _spawn(file: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _no_action(number: int, frame: object) -> None:
-    """Does nothing on a signal."""
-
-
 def _sendable(error: Exception) -> Exception:
-    """Returns an error for another process. Other errors than UserErrors may not be picklable."""
+    """Returns an error for another process. Other errors than UserErrors may not be picklable;
+    their tracebacks are printed here.
+    """
     if isinstance(error, UserError):
         return error
+    traceback.print_exception(error)
     return RuntimeError(f"the host of agents {failure_text(error)}: {error_text(error)}")

@@ -33,8 +33,7 @@ class HostSettings:
 
     Args:
         agent: Section `agent` of the configuration.
-        tokenizer: Tokenizer of the model, which only the endpoint uses, because threads must not
-            share a tokenizer.
+        tokenizer: Tokenizer of the model. No thread outside of the endpoint may use it.
         ends: Tokens that end a turn.
         vocab_size: Number of tokens of the model.
         terms: Sampling parameters, and what a client may change.

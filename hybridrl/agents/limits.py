@@ -39,7 +39,8 @@ class Limits:
         max_context: Maximum number of tokens in a prompt and its turn that the engine supports.
 
     Attributes:
-        reached: First limit because of which a turn was refused; None if none was refused so.
+        reached: First limit because of which a turn was refused; None if no
+            turn was refused for this reason.
     """
 
     def __init__(self, budgets: Budgets, max_context: int) -> None:

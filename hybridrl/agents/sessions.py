@@ -84,7 +84,9 @@ class Session:
 
     @property
     def limit(self) -> Literal["turns", "tokens"] | None:
-        """First limit because of which a turn was refused; None if none was refused so."""
+        """First limit because of which a turn was refused; None if no turn was refused for this
+        reason.
+        """
         return self._limits.reached
 
     @property

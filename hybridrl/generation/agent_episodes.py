@@ -37,8 +37,8 @@ Host = AgentHost | HostProcess
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
 # With this many requests in the engine, new requests are passed to it in every second engine step,
-# with three times as many in every third, up to MAX_STEPS. A step in which a request begins takes
-# up to twice as long as others, because the engine cannot replay its graph of a whole step.
+# with twice as many in every third, and so on up to MAX_STEPS. A step in which a request begins
+# takes up to twice as long as others, because the engine cannot replay its graph of a whole step.
 REQUESTS_PER_STEP = 32
 MAX_STEPS = 8
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
@@ -147,8 +147,7 @@ class AgentEpisodes:
         self._last_turns: dict[int, _LastTurn] = {}  # by request
         self._last_numbers = itertools.count(-1, -1)  # turns of programs have numbers from 0 on
         self._error: Exception | None = None  # raised on all ranks by the next `advance`
-        if host is not None:
-            host.sleep()
+        self._sleep()
 
     @property
     def is_waiting(self) -> bool:
@@ -168,7 +167,8 @@ class AgentEpisodes:
             if one.is_evaluation or not (is_evaluation or one.sample_id in wanted):
                 self._end(key)
         if self._host is not None:
-            self._host.wake(is_evaluation)
+            with self._noted_error():
+                self._host.wake(is_evaluation)
         if is_evaluation:
             return []
         paused, self._paused = self._paused, {}
@@ -267,15 +267,21 @@ class AgentEpisodes:
 
         Args:
             begun: Requests that were removed from the engine, by number.
+
+        Raises:
+            UserError, RuntimeError: The host failed. Raised on all ranks of the replica.
         """
         if not self._is_evaluation:
             self._paused = dict(begun)
-        if self._host is not None:
-            self._host.sleep()
+        self._sleep()
         runs: dict[int, Counter[int]] = {}
         if self._host is not None:
-            runs = self._host.versions(self._open)
-        runs = self._replica.broadcast_object(runs)
+            with self._noted_error():
+                runs = self._host.versions(self._open)
+        error = None if self._error is None else _sendable(self._error)
+        runs, error = self._replica.broadcast_object((runs, error))
+        if error is not None:
+            raise self._error or error
         return {
             one.sample_id: OpenAgent(one.sample_id, tuple(sorted(runs.get(key, {}).items())))
             for key, one in self._open.items()
@@ -284,16 +290,16 @@ class AgentEpisodes:
 
     def finish(self) -> None:
         """Called when a round has ended; without a lag, no episode is left then."""
-        if self._host is not None:
-            self._host.sleep()
+        self._sleep()
 
     def forget(self) -> None:
-        """Ends all episodes and drops their responses."""
+        """Ends all episodes and drops their responses. Errors of the host are raised by the next
+        `advance`, because this method is also called after an error of the run.
+        """
         for key in list(self._open):
             self._end(key)
         self._paused, self._owners = {}, {}
-        if self._host is not None:
-            self._host.sleep()
+        self._sleep()
 
     def state(self) -> list[dict[str, Any]]:
         """Returns nothing, because unfinished episodes begin again in another process."""
@@ -328,12 +334,19 @@ class AgentEpisodes:
         self._ended = [one for one in self._ended if one.key != key]
         self._last_turns = {n: one for n, one in self._last_turns.items() if one.key != key}
 
+    def _sleep(self) -> None:
+        if self._host is not None:
+            with self._noted_error():
+                self._host.sleep()
+
     @contextmanager
     def _noted_error(self) -> Iterator[None]:
-        """Context manager that keeps an error for the next `advance`."""
+        """Context manager that keeps an error for the next `advance` or `leave_engine`, because the
+        other ranks of the replica wait there for the first rank.
+        """
         try:
             yield
-        except Exception as error:  # raised by `advance`
+        except Exception as error:  # raised by `advance` and `leave_engine`
             self._error = self._error or error
 
     def _has_events(self) -> bool:
@@ -346,7 +359,8 @@ class AgentEpisodes:
 
     def _steps_between_events(self) -> int:
         """Returns the number of engine steps from one exchange of events to the next."""
-        return min(MAX_STEPS, 1 + len(self._owners) // REQUESTS_PER_STEP)
+        num_in_engine = len(self._owners.keys() - self._paused.keys())
+        return min(MAX_STEPS, 1 + num_in_engine // REQUESTS_PER_STEP)
 
     def _collected(self, host: Host, last: Sequence[Completion], blocks: bool) -> _News:
         """Returns the events since the last call. Called on the first rank of the replica.

@@ -17,7 +17,7 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.schema import Config
-from hybridrl.errors import UserError
+from hybridrl.errors import UserError, error_text
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes, Host
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.replica import ReplicaGroup
@@ -88,11 +88,28 @@ def _host(settings: HostSettings) -> tuple[Host, list[str]]:
     try:
         host = HostProcess(settings)
     except CannotMove as error:
-        own = replace(settings, tokenizer=copy.deepcopy(settings.tokenizer))
-        found, notes = make_host(own)
+        found, notes = make_host(replace(settings, tokenizer=_copied(settings.tokenizer, error)))
         note = "the endpoint slows the engine, because it runs in the same process: the tokenizer "
         return found, [*notes, f"{note}cannot be sent to another process ({error})"]
     return host, list(host.notes)
+
+
+def _copied(tokenizer: PreTrainedTokenizerBase, obstacle: CannotMove) -> PreTrainedTokenizerBase:
+    """Returns a copy of the tokenizer for the endpoint in this process.
+
+    Raises:
+        UserError: The tokenizer cannot be copied.
+    """
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception as error:  # a user's tokenizer may raise anything
+        kind = type(tokenizer).__name__
+        raise UserError(
+            "model.tokenizer",
+            f"a {kind} that can be neither pickled ({obstacle}) nor copied ({error_text(error)})",
+            "with agents, a tokenizer that pickle.dumps or copy.deepcopy supports",
+            "Make it picklable: its attributes must not hold functions, locks or open files.",
+        ) from error
 
 
 def _settings(

@@ -5,6 +5,7 @@ import torch.
 from __future__ import annotations
 
 import signal
+from types import FrameType
 
 # Signals that are treated as SIGTERM. Schedulers send SIGUSR1 shortly before the time limit. The
 # system sends SIGHUP when a terminal closes.
@@ -19,6 +20,20 @@ def noted_signals() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signals.remove(signal.SIGHUP)
     return signals
+
+
+def leave_stop_signals_to_the_rank() -> None:
+    """Makes this process continue after signals that ask a run to stop. They reach all processes of
+    a job, and the rank that started this process decides when it ends.
+
+    Programs that this process starts would inherit SIG_IGN, but do not inherit a handler.
+    """
+    for number in noted_signals():
+        signal.signal(number, _no_action)
+
+
+def _no_action(number: int, frame: FrameType | None) -> None:
+    """Does nothing on a signal."""
 
 
 def meaning(number: int) -> int:

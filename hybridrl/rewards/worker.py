@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.errors import UserError
+from hybridrl.parallel.stop_signals import leave_stop_signals_to_the_rank
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Job, Outcome, call_reward
 from hybridrl.rewards.pool import LENGTH, encoded, framed
@@ -39,11 +40,7 @@ def serve(
             computes the results of a job.
         encode: Function that encodes one result as JSON.
     """
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # these signals reach all processes; the trainer ends this one
-        signal.signal(number, lambda number, frame: None)
+    leave_stop_signals_to_the_rank()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

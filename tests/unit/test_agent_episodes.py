@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -10,20 +11,22 @@ from typing import Any, cast
 import pytest
 from test_agent_runners import Held, host_of
 
-from hybridrl.agents.backend import TurnRequest
+from hybridrl.agents.backend import SamplingTerms, TurnRequest
 from hybridrl.agents.conversation import BadRequest
 from hybridrl.agents.host import AgentHost
+from hybridrl.agents.host_settings import HostSettings
 from hybridrl.agents.limits import ContextOverflow
 from hybridrl.agents.samples import Budgets, pick_all
 from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.tasks import Report
+from hybridrl.config.agent import AgentConfig
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.generation.responses import completion_from_json
 from hybridrl.generation.saved_rollouts import saved_fields
-from hybridrl.loop.agent_setup import max_stop_tokens
+from hybridrl.loop.agent_setup import _host, max_stop_tokens
 from hybridrl.parallel.messages import pack, unpack
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
@@ -125,6 +128,15 @@ def test_with_many_requests_new_ones_begin_together(tmp_path: Path) -> None:
     assert replica.advance() == ([], [], [])  # the engine steps three times before it gets more
     done = [completion(number) for number in numbers[:10]]  # fewer requests, so every second step
     assert [one.request_id for one in replica.advance(*done)[1]] == numbers[-1:]
+    in_engine = {n: Request(n, (1, 2), 0, SAMPLING) for n in numbers[10:]}
+    for rank in (replica.first, replica.second):
+        rank.leave_engine(in_engine)
+        rank.start_round(is_evaluation=True)
+        rank.begin(-1, 0, PROMPT, SAMPLING)
+    number = replica.request(key=2)  # at once, because the requests of training are paused
+    assert [one.request_id for one in replica.advance()[1]] == [number]
+    for rank in (replica.first, replica.second):
+        assert len(rank.start_round(False, [0, 1])) == 61
     number = replica.request()
     responses, requests = replica.first.advance((), blocks=True)  # the engine has no work
     assert [one.request_id for one in requests] == [number] and not responses
@@ -208,6 +220,51 @@ def test_errors_on_the_first_rank_are_raised_on_all_ranks(
         replica.first.advance((), False)
     with pytest.raises(RuntimeError, match="first rank raised OSError: no processes"):
         replica.second.advance((), False)
+
+
+def test_a_host_that_died_is_reported_to_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(tmp_path)
+    replica.start()
+    ranks = (replica.first, replica.second)
+    for name in ("sleep", "wake", "versions", "end"):
+        monkeypatch.setattr(replica.host, name, fails)
+    for rank in ranks:
+        rank.finish()
+        rank.start_round(False, [0])
+    for rank, error in zip(ranks, (OSError, RuntimeError), strict=True):
+        with pytest.raises(error, match="no processes left"):
+            rank.leave_engine({})
+    for rank, error in zip(ranks, (OSError, RuntimeError), strict=True):
+        with pytest.raises(error, match="no processes left"):
+            rank.advance((), True)
+    for rank in ranks:
+        rank.forget()
+        assert not rank.is_waiting
+    only_versions = Replica(tmp_path)
+    only_versions.start()
+    monkeypatch.setattr(only_versions.host, "versions", fails)
+    for rank in (only_versions.first, only_versions.second):
+        with pytest.raises((OSError, RuntimeError), match="no processes left"):
+            rank.leave_engine({})
+    monkeypatch.setattr(replica.host, "sleep", fails)
+    AgentEpisodes(cast(ReplicaGroup, Link()), replica.host, 0)
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    settings = HostSettings(
+        agent=AgentConfig(function="own_agents:silent"),
+        tokenizer=threading.Lock(),
+        ends=(2,),
+        vocab_size=300,
+        terms=SamplingTerms(1.0, 400),
+        max_row_tokens=400,
+        template_arguments={},
+        run_folder=tmp_path,
+    )
+    with pytest.raises(UserError, match=r"model\.tokenizer.*cannot pickle '_thread.lock'"):
+        _host(settings)
 
 
 def fails(*_: Any) -> None:

@@ -5,23 +5,38 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 from chat_tokenizers import byte_tokenizer
 
+from hybridrl.agents import host_process
 from hybridrl.agents.backend import Arrivals, SamplingTerms, TurnRequest
 from hybridrl.agents.host import Assignment, Finished
-from hybridrl.agents.host_process import CannotMove, HostProcess, _Events
+from hybridrl.agents.host_process import (
+    CLOSE_S,
+    CannotMove,
+    HostProcess,
+    _Answer,
+    _Call,
+    _Events,
+    _Link,
+    _serve,
+)
 from hybridrl.agents.host_settings import HostSettings
 from hybridrl.config.agent import AgentConfig
 from hybridrl.errors import UserError
+from hybridrl.parallel.stop_signals import noted_signals
 from hybridrl.rollout.engine import Completion
 
 
@@ -98,9 +113,12 @@ def test_a_host_in_another_process_returns_what_was_sampled(tmp_path: Path) -> N
     (turn,) = _arrivals(host)  # the program's second turn
     assert host.versions([2, 9]) == {2: Counter({7: 2})}
     host.sleep()
-    host.abort(turn.request_id)  # the program asks again
+    host.abort(turn.request_id)
+    (again,) = _arrivals(host)  # the program asks again
+    assert (again.sample_key, again.tokens) == (2, turn.tokens)
+    assert again.request_id != turn.request_id
     host.end(2)
-    assert host.take_finished() == []
+    assert host.versions([2]) == {} and host.take_finished() == []
     # A process that dies is named.
     os.kill(host.process_id, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="process that runs agents ended with exit code -9"):
@@ -136,14 +154,178 @@ def test_a_process_ends_with_its_programs_when_the_rank_closes_it(tmp_path: Path
         assert time.monotonic() < until
         time.sleep(0.05)
     (worker,) = process.children()
-    os.kill(process.pid, signal.SIGTERM)  # a job's signal, which the rank handles
+    for number in noted_signals():  # the rank handles them
+        os.kill(process.pid, number)
     status = Path(f"/proc/{worker.pid}/status").read_text()
     ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)  # type: ignore[index]
     assert not ignored & 1 << signal.SIGTERM - 1
     host.versions([])  # still answers
-    host.close()
+    inherited = os.dup(host._link._connection.fileno())  # as in a process forked from the rank
+    try:
+        began = time.monotonic()
+        host.close()
+        assert time.monotonic() - began < CLOSE_S / 2 and host._process.returncode == 0
+    finally:
+        os.close(inherited)
     assert not process.is_running() and not worker.is_running()
     assert not list((tmp_path / "logs").glob("*.agents"))
+
+
+class Broken:
+    """A host whose calls raise, and whose events fill the connection."""
+
+    def __init__(self, events: bytes = b"", fails: bool = False) -> None:
+        self.events, self.fails = events, fails
+        self.num_rounds, self.is_closed = 0, False
+        self.woken = threading.Event()
+
+    def take(self) -> Any:
+        self.num_rounds += 1
+        if self.fails:
+            raise KeyError("no queue")
+        return Arrivals((cast(TurnRequest, self.events),)) if self.events else Arrivals()
+
+    def take_finished(self) -> list[Finished]:
+        return []
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.events and not self.fails:
+            self.woken.wait(timeout_s)
+            self.woken.clear()
+
+    def end_wait(self) -> None:
+        self.woken.set()
+
+    def begin(self, number: int) -> None:
+        raise OSError(f"no folder {number}")
+
+    def versions(self, keys: Any) -> dict[int, Counter[int]]:
+        if keys:
+            raise KeyError("no such key")
+        return {}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def served(host: Broken) -> tuple[Connection, threading.Thread]:
+    """Returns the rank's side of a connection to a host that a thread serves."""
+    ours, theirs = Pipe()
+
+    def serve() -> None:
+        with theirs:
+            _serve(cast(Any, host), theirs, os.getppid())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return ours, thread
+
+
+def received(link: Connection) -> Any:
+    assert link.poll(20)
+    return link.recv()
+
+
+def test_a_host_with_errors_reads_calls_although_the_rank_reads_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    host = Broken(b"x" * 10**6)
+    ours, thread = served(host)
+
+    def call() -> None:
+        for number in range(3000):
+            ours.send(_Call("begin", (number,)))
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert not caller.is_alive(), "neither side reads"
+    while (events := received(ours)).error is None:
+        pass
+    assert str(events.error) == "the host of agents raised OSError: no folder 0"
+    assert "in begin" in capsys.readouterr().err, "the traceback is lost"
+    # No events follow the error, but calls are answered, also with errors.
+    for number, keys in enumerate([(), (1,)]):
+        ours.send(_Call("versions", (keys,), number))
+    assert received(ours) == _Answer(0, {})
+    failed = received(ours)
+    assert failed.number == 1 and "no such key" in str(failed.error)
+    ours.close()
+    thread.join(20)
+    assert host.is_closed and not thread.is_alive()
+
+
+def test_the_first_error_of_events_reaches_the_rank_once() -> None:
+    host = Broken(fails=True)
+    ours, thread = served(host)
+    assert "no queue" in str(received(ours).error)
+    ours.send(_Call("versions", ((),), 5))
+    assert received(ours) == _Answer(5, {})
+    assert host.num_rounds == 1
+    ours.close()
+    thread.join(20)
+    assert host.is_closed
+
+
+def unstarted(link: _Link) -> HostProcess:
+    """Returns the rank's part of a host process."""
+    host = object.__new__(HostProcess)
+    host._link, host._process = link, link._process
+    host._received, host._numbers = threading.RLock(), iter(range(9))  # type: ignore[assignment]
+    host._arrived, host._aborted, host._finished, host._error = [], [], [], None
+    host._answers = {}
+    return host
+
+
+def test_answers_belong_to_their_calls() -> None:
+    ours, theirs = Pipe()
+    host = unstarted(_Link(ours, cast(Any, None)))
+    next(host._numbers)  # a call that was interrupted before its answer came
+    theirs.send(_Answer(0, {1: Counter({1: 1})}))
+    theirs.send(_Answer(1, error=RuntimeError("no such key")))
+    with pytest.raises(RuntimeError, match="no such key"):
+        host.versions([2])
+    theirs.send(_Answer(2, {2: Counter({3: 4})}))
+    assert host.versions([2]) == {2: Counter({3: 4})}
+
+
+def test_an_interrupted_transfer_breaks_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    host = unstarted(_Link(ours, cast(Any, None)))
+
+    def interrupted(connection: Connection) -> bytes:
+        raise KeyboardInterrupt
+
+    theirs.send(_Events())
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Connection, "recv_bytes", interrupted)
+        host.take()
+    for call in (host.take, host.sleep, lambda: host.versions([])):
+        with pytest.raises(RuntimeError, match="was interrupted"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [("raise SystemExit(7)", "ended with exit code 7"), ("input()", "did not start within 0.2 s")],
+)
+def test_a_process_that_does_not_start_is_named_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    processes = []
+
+    def spawned(file: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", program]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[file]))
+        return processes[-1]
+
+    monkeypatch.setattr(host_process, "_spawn", spawned)
+    monkeypatch.setattr(host_process, "CLOSE_S", 0.1)
+    if "input" in program:
+        monkeypatch.setattr(host_process, "START_S", 0.2)
+    with pytest.raises(RuntimeError, match=message):
+        HostProcess(settings_of(tmp_path, "own_agents:silent"))
+    assert processes[0].returncode is not None, "the process was not closed"
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from test_agents_endpoint import post
 from hybridrl.agents.anthropic_messages import Messages
 from hybridrl.agents.asked import Asked, Dialect
 from hybridrl.agents.backend import SamplingTerms
-from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.conversation import BadRequest, Conversation
 from hybridrl.agents.openai_chat import ChatCompletions
 from hybridrl.agents.openai_responses import Responses
 from hybridrl.agents.sessions import Sessions
@@ -162,12 +162,19 @@ def test_the_bodies_themselves_are_accepted() -> None:
             assert asked.conversation.tools[0]["function"]["name"] == "add"
 
 
+def test_half_characters_have_digests() -> None:
+    texts = ("\ud800", "\udfff")
+    first, second = (Conversation(({"role": "user", "content": one},)).digests() for one in texts)
+    assert first[0] == second[0] and first[1] != second[1]
+
+
 def test_deep_nesting_and_half_characters_are_refused() -> None:
     with Served() as served:
         token, path = served.sessions.open(0).token, "/v1/chat/completions"
         deep = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": '
         deep += b'"f", "parameters": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}}]}"
-        for body in (deep, b'{"messages": ' + b"[" * 10**5, rb'{"messages": "\ud800"}'):
+        half = rb'{"messages": [{"role": "user", "content": "\ud800"}]}'
+        for body in (deep, b'{"messages": ' + b"[" * 10**5, half):
             status, answer = post(served, path, body, token)
             assert status == 400, answer
         assert len(tokenizer_of("qwen3")) > 200

@@ -19,6 +19,7 @@ from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError, RolloutBatch
 from hybridrl.errors import DataError
+from hybridrl.parallel.stop_signals import noted_signals
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.pool import framed
 
@@ -187,6 +188,22 @@ def test_a_sum_has_its_terms_as_parts(made):
     }
     assert batch.reward_B.tolist() == [1, 1, 1, 1, 1, 1]
     assert counts == dict.fromkeys([f"reward/{n}/errors" for n in functions], 0)
+
+
+def test_signals_that_ask_a_run_to_stop_do_not_end_a_scorer():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.rewards.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write(framed(pickle.dumps(ScorerConfig(function="exact_match"))))
+    process.stdin.flush()
+    process.stdout.read(1)  # it waits for jobs
+    for number in noted_signals():
+        process.send_signal(number)
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
 
 
 def test_a_process_whose_caller_has_gone_ends_without_a_word():
