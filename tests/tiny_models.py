@@ -276,9 +276,9 @@ def tiny_model(
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
     positions), qwen3_vl (a vision tower), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
-    (gated delta nets and gated attention), qwen3_5_moe_text (the same with experts, and a shared
-    expert with its gate), qwen3_next (the same, with `dense_layers`; projections of delta nets are
-    grouped by heads),
+    (gated delta nets and gated attention), qwen3_5_halves (the same, delta nets first),
+    qwen3_5_moe_text (as qwen3_5_text with experts, and a shared expert with its gate), qwen3_next
+    (the same, with `dense_layers`; projections of delta nets are grouped by heads),
     qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe (biases, a shared
     expert with its gate), olmoe (norms of queries and keys over all heads), glm4_moe (a part of
     each head turns, a dense first layer, a shared expert), deepseek_v3 (latent attention, scaled
@@ -352,8 +352,10 @@ def tiny_model(
         own = {"head_dim": 64 if wide else 24, "intermediate_size": sizes["hidden_size"]}
         own |= {"sliding_window": 7, "rope_parameters": dict(GPT_OSS_ROPE)}
         model = GptOssForCausalLM(GptOssConfig(**(sizes | EXPERTS | own)))
-    elif name == "qwen3_5_text":
+    elif name in ("qwen3_5_text", "qwen3_5_halves"):
         own = copy.deepcopy(HYBRID) | (WIDE_HYBRID if wide else {})
+        if name == "qwen3_5_halves":
+            own["layer_types"] = ["linear_attention"] * 2 + ["full_attention"] * 2
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **own))
     elif name in HYBRID_EXPERTS:
         own = copy.deepcopy(HYBRID) | SHARED_EXPERT | (WIDE_HYBRID if wide else {})

@@ -19,7 +19,7 @@ NONE = -1
 
 
 class Branch(NamedTuple):
-    """What a sequence has in common with an earlier sequence of its sample.
+    """Leading tokens of a sequence that an earlier sequence of its sample also begins with.
 
     Args:
         sequence: Number of the earlier sequence; -1 if there is none.

@@ -55,7 +55,6 @@ from hybridrl.models.megatron.exact import compute_exactly
 from hybridrl.models.megatron.layers import (
     begin_gradients,
     choose_layers,
-    continues_branches,
     shares_prompts,
 )
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
@@ -222,7 +221,9 @@ class ParallelModel:
             train,
             self.layers.kind,
             mesh.from_first(shares),
-            mesh.from_first(shares and continues_branches(self._chunks)),
+            # Recurrent layers of any stage need their state after these positions, which they
+            # have only at the end of a sequence.
+            mesh.from_first(shares and source.shape.mixer is None),
         )
         if source.extra_inputs is not None:
             self.planner.extra_inputs.append(source.extra_inputs)

@@ -142,6 +142,8 @@ def run(
     mesh.platform.seed(1)
     model = ParallelModel(mesh, source, head, settings)
     assert model.planner.shares_prompts == shares
+    # The same on all ranks, although only some of them may have recurrent layers.
+    assert model.planner.shares_branches == (shares and source.shape.mixer is None)
     shapes = hf_shapes(source.family, source.shape)
     if head == "lm":
         load_hf(source.directory, model.layout(), model.weights(), shapes)

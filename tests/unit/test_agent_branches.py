@@ -1,4 +1,4 @@
-"""What agents' sequences have in common, and how it is packed."""
+"""Tokens with which several sequences of agents begin, and how they are packed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_plan_packing import config_of, shape_of
 
 from hybridrl.contracts.batch import MicroBatch, Producer, Prompt, Rollout, RolloutBatch
 from hybridrl.contracts.blobs import KINDS, BlobKind
 from hybridrl.contracts.branches import branches_of
+from hybridrl.models.megatron.attention import SharedPrompts
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.micro_batch_sizes import largest_micro_batch
 from hybridrl.training.batches.branches import Branches, BranchGroup
 from hybridrl.training.batches.collation import micro_batch
 from hybridrl.training.batches.packing import round_up
@@ -59,9 +63,13 @@ def drawn(seed: int) -> tuple[list[Rollout], list[int]]:
 def batch_of(seed: int) -> tuple[RolloutBatch, Branches]:
     rollouts, groups = drawn(seed)
     batch = RolloutBatch.from_rollouts(rollouts, groups, Producer.here("the test"))
+    return batch, branches_in(batch)
+
+
+def branches_in(batch: RolloutBatch) -> Branches:
     columns = (batch.sample_ids_B, batch.sequence_B, batch.group_B, batch.context_B)
     columns += (batch.prompt_lengths_B, batch.branch_of_B, batch.branch_tokens_B)
-    return batch, Branches.of(*(column.tolist() for column in columns))
+    return Branches.of(*(column.tolist() for column in columns))
 
 
 def sequences_of(batch: RolloutBatch) -> list[list[int]]:
@@ -101,6 +109,63 @@ def places_of(micro: MicroBatch, among: Branches, number: int, length: int) -> l
     if shared:
         before = places_of(micro, among, among.parents[number], min(length, shared))
     return before + list(range(start, start + length - len(before)))
+
+
+def copied_rows(micro: MicroBatch, cp: int) -> int:
+    """Returns the rows of keys that attention stores for a micro-batch, summed over ranks."""
+    starts = tuple(micro.cu_seqlens.tolist())
+    if micro.prefix_sequences is None:
+        return micro.num_positions
+    before = tuple(micro.positions_S[micro.cu_seqlens[:-1].long()].tolist())
+    found = 0
+    for rank in range(cp):
+        positions_S = torch.zeros(1, dtype=torch.int64)
+        shared = SharedPrompts(starts, micro.prefix_sequences, before, positions_S, cp, rank)
+        found += len(shared.keys.index_K) + (micro.num_positions if cp > 1 else 0)
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_micro_batch_copies_more_keys_than_planned(seed: int, cp: int) -> None:
+    """Chains of short turns that grow copy as many keys as a unit may have."""
+    draw, pad_each = random.Random(seed), 2 * cp if cp > 1 else 1
+    rollouts, groups = [], []
+    for sample in range(4):
+        prompt = Prompt(0, "", tuple(range(draw.randint(1, 30))), {})
+        grown = [draw.randrange(50) for _ in range(draw.randint(1, 60))]
+        for number in range(20):
+            new = [draw.randrange(50) for _ in range(draw.randint(1, 3))]
+            observed = (True,) * len(grown) + (False,) * len(new)
+            grown += new
+            logps = (0.0,) * len(grown)
+            rollouts.append(
+                Rollout(sample, prompt, tuple(grown), logps, "stop", 0, observed, sequence=number)
+            )
+            groups.append(0)
+    batch = RolloutBatch.from_rollouts(rollouts, groups, Producer.here("the test"))
+    branches = branches_in(batch)
+    budget = 512
+    overrides = (
+        "agent.server=true",
+        "steps.prompts_per_step=1",
+        "train.share_prompts=true",
+    )
+    config = config_of(256, 512, budget, *overrides)
+    largest = largest_micro_batch(config, shape_of(config), TrainLayout(cp, cp=cp))
+    lengths = tuple(round_up(n, pad_each) for n in batch.lengths_B.tolist())
+    rows = tuple(range(len(lengths)))
+    inputs = ScheduleInputs(
+        lengths, rows, None, (len(rows),), 1, budget, 1, 10_000, pad_each, branches
+    )
+    found = []
+    for micro_rows in (micro for micros in schedule_samples(inputs) for micro in micros):
+        micro = micro_batch(batch, micro_rows, pad_each, pad_each, True, branches=branches)
+        found.append(copied_rows(micro, cp))
+    assert largest.positions == budget
+    assert max(found) <= largest.key_rows
+    # The bound is not far away.
+    assert max(found) > 0.5 * largest.key_rows
 
 
 @pytest.mark.parametrize("pad_each", [1, 4])

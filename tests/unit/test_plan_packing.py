@@ -22,7 +22,8 @@ from hybridrl.services.planner.micro_batch_sizes import (
 from hybridrl.training.batches.packing import even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
 
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-1.5b.json"
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+MODEL = MODELS / "qwen2.5-1.5b.json"
 
 
 def config_of(prompt: int, response: int, budget: int, *overrides: str) -> Config:
@@ -131,3 +132,30 @@ def test_rows_of_data_may_fill_a_micro_batch() -> None:
     config = config_of(256, 512, 16384, "algorithm.name=sft", "steps.samples_per_prompt=1")
     (usual,) = usual_micro_batches(config, shape_of(config), TrainLayout(1))
     assert usual.positions == 16384
+
+
+@pytest.mark.parametrize(
+    ("per_prompt", "layout", "model", "rows"),
+    [
+        (1, TrainLayout(1), "qwen2.5-1.5b", 4 * 16384),
+        (4, TrainLayout(1), "qwen2.5-1.5b", 4 * 16384),
+        # Both ranks gather 16384 keys, and copy 1.25 times that and 2 x 1.5 times that.
+        (1, TrainLayout(2, cp=2), "qwen2.5-1.5b", 2 * 16384 * 21 // 4),
+        (4, TrainLayout(1), "qwen3.5-4b", 16384),  # recurrent layers share nothing
+    ],
+)
+def test_agents_may_fill_a_micro_batch_with_copied_keys(
+    per_prompt: int, layout: TrainLayout, model: str, rows: int
+) -> None:
+    # A sample may consist of several sequences, so even two samples may fill a micro-batch.
+    overrides = (
+        "agent.server=true",
+        f"model.init={MODELS / model}.json",
+        "steps.prompts_per_step=2",
+        f"steps.samples_per_prompt={per_prompt}",
+        "algorithm.name=reinforce_pp" if per_prompt == 1 else "algorithm.name=grpo",
+        "train.share_prompts=true",
+    )
+    config = config_of(256, 512, 16384, *overrides)
+    largest = largest_micro_batch(config, shape_of(config), layout)
+    assert largest == MicroBatchSize(16384, rows)

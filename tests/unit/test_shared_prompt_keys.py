@@ -24,6 +24,18 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return weights @ value
 
 
+def test_recurrent_layers_continue_only_whole_sequences() -> None:
+    def shared(prefix_sequences: tuple[int, ...], lengths: tuple[int, ...], cp: int = 1) -> list:
+        positions_S = torch.zeros(1, dtype=torch.int64)
+        return SharedPrompts((0, 8, 12, 20), prefix_sequences, lengths, positions_S, cp).sequences
+
+    assert shared((-1, 0, 0), (0, 8, 8))[2] == (0, 8, 12, 8)
+    assert shared((-1, 0, 0), (0, 7, 5), cp=2)[1] == (0, 7, 8, 4)  # with padding
+    for prefix_sequences, lengths in (((-1, 0, -1), (0, 7, 0)), ((-1, 0, 1), (0, 8, 12))):
+        with pytest.raises(RuntimeError, match="recurrent layers cannot continue"):
+            shared(prefix_sequences, lengths)
+
+
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_keys_of_each_chunk_are_the_prompt_and_the_sequence_up_to_its_end(cp: int) -> None:
     generator = torch.Generator().manual_seed(3)

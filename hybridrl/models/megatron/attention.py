@@ -65,11 +65,11 @@ class Bucket:
 
 
 class ContinuedSequence(NamedTuple):
-    """A packed sequence, and the prompt in another sequence that it continues.
+    """A packed sequence, and the whole other sequence that it continues.
 
     Args:
-        prefix_start, prefix_length: Packed positions of the prompt; the length is 0 if there is
-            none.
+        prefix_start, prefix_length: Packed positions of the other sequence; the length, without
+            padding, is 0 if there is none.
         start, length: Packed positions of the sequence, including its padding.
     """
 
@@ -81,13 +81,16 @@ class ContinuedSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Boundaries of packed sequences, some of which continue a prompt in another sequence.
+    """Boundaries of packed sequences, some of which continue another sequence: a prompt, or the
+    first positions of another sequence of an agent.
 
     Args:
         cu_seqlens: Start of each sequence, followed by the total number of positions, before
             context parallelism splits them.
         prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
-        prefix_lengths: For each sequence, the number of tokens that it continues, without padding.
+        prefix_lengths: For each sequence, the number of its sample's tokens that come before it,
+            without padding. The sequence that it continues has the last of them, and may itself
+            continue another.
         positions_S: Position of each local token within its sample, on the model's device.
         cp_size, cp_rank: Context-parallel size and rank.
     """
@@ -122,8 +125,22 @@ class SharedPrompts:
 
     @cached_property
     def sequences(self) -> list[ContinuedSequence]:
-        """All sequences, in packed order, if each continues at most a whole sequence."""
+        """All sequences, in packed order, for layers that know only the state at the end of a
+        sequence.
+
+        Raises:
+            RuntimeError: A sequence continues a part of another sequence.
+        """
         own = pairwise(self.cu_seqlens)
+        pad_each = 2 * self.cp_size if self.cp_size > 1 else 1
+        for number, shared in zip(self.prefix_sequences, self.prefix_lengths, strict=True):
+            if number >= 0:
+                size = self.cu_seqlens[number + 1] - self.cu_seqlens[number]
+                if self.prefix_lengths[number] or not size - pad_each < shared <= size:
+                    raise RuntimeError(
+                        f"recurrent layers cannot continue {shared} tokens that end within "
+                        f"sequence {number}"
+                    )
         given = zip(own, self.prefix_sequences, self.prefix_lengths, strict=True)
         return [
             ContinuedSequence(self.cu_seqlens[number], shared, start, end - start)

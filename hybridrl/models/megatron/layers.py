@@ -415,17 +415,6 @@ def shares_prompts(
     return bool(wanted) or (wanted is None and bool(found) and not others)
 
 
-def continues_branches(modules: Iterable[torch.nn.Module]) -> bool:
-    """Returns whether agents' sequences can continue the first positions of other sequences.
-
-    Attention reads the keys of these positions. A recurrent layer would need its state after them,
-    which it has only at the end of a sequence.
-    """
-    parts = [part for module in modules for part in module.modules()]
-    mixers = [m for part in parts if (m := getattr(part, "self_attention", None)) is not None]
-    return all(getattr(mixer, "core_attention", None) is not None for mixer in mixers)
-
-
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
     """Makes transformer-engine's linear layers add weight gradients to Megatron's `main_grad`.
 

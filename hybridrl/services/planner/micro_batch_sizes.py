@@ -16,7 +16,7 @@ from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.training.batches.balance import schedule
-from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION
+from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION, most_copied_rows
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
@@ -155,13 +155,19 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
     prompt = config.data.max_prompt_tokens
     longest = prompt + config.rollout.max_new_tokens
     share = -(-samples_of_update(config) // layout.dp) + 1
-    # In a user's own algorithm, a sample may consist of several sequences.
-    positions = budget if config.algorithm.needs is None else min(budget, share * longest)
-    per_prompt = config.steps.samples_per_prompt
-    if not shares_prompts(config, shape, layout.cp) or per_prompt == 1:
+    # With agents and in a user's own algorithm, a sample may consist of several sequences.
+    if config.algorithm.needs is None or config.agent.is_on:
+        positions = budget
+    else:
+        positions = min(budget, share * longest)
+    shares, per_prompt = shares_prompts(config, shape, layout.cp), config.steps.samples_per_prompt
+    if config.agent.is_on:
+        # The episodes are not known in advance. Recurrent layers share nothing of theirs.
+        copies = shares and shape.mixer is None
+        rows = _most_branch_rows(positions, layout.cp) if copies else positions
+        return MicroBatchSize(positions, rows)
+    if not shares or per_prompt == 1:
         return MicroBatchSize(positions, positions)
-    if config.agent.is_on:  # what episodes have in common is not known before
-        return MicroBatchSize(positions, KEY_ROWS_PER_POSITION * positions)
     # Each sample stores the prompt's last token and at least one response token.
     own = 2 * per_prompt
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - own))
@@ -171,6 +177,18 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
         copied = _key_rows(prefix, per_prompt, 2, layout.cp) - prefix - own
     copied = min(copied, KEY_ROWS_OF_BUDGET * budget)  # for each unit
     return MicroBatchSize(positions, positions + ceil(num_prompts * copied))
+
+
+def _most_branch_rows(positions: int, cp: int) -> int:
+    """Returns the largest possible number of rows of keys for sequences of agents, summed over the
+    ranks of context parallelism.
+    """
+    if cp == 1:
+        return KEY_ROWS_PER_POSITION * positions
+    copied = most_copied_rows(positions, cp)
+    # As in `_key_rows`: each rank gathers all keys, and copies those that a sequence continues
+    # before each of its two chunks.
+    return cp * (positions + ceil(positions * (1 + 1 / (2 * cp))) + 2 * copied)
 
 
 def _has_samples(config: Config) -> bool:

@@ -127,7 +127,8 @@ class BatchPlanner:
         layers: Library that implements the layers.
         shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
             only once.
-        shares_branches: Whether agents' sequences store what they have in common only once.
+        shares_branches: Whether agents' sequences store the tokens with which several of them
+            begin only once.
 
     Attributes:
         extra_inputs: Model inputs in addition to tokens; blobs that none of these inputs needs are
@@ -156,7 +157,7 @@ class BatchPlanner:
         """Returns which ranks train on each sample if the batch is split into `num_parts`
         mini-batches, (B, W) bool.
         """
-        return self._on_ranks(self._schedule(batch, num_parts))
+        return self._on_ranks(self._schedule(batch, self._branches(batch), num_parts))
 
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
         """Returns, for each sample, how many of its leading tokens are computed as part of another
@@ -167,8 +168,9 @@ class BatchPlanner:
         if not self.shares_prompts:
             return [0] * len(batch.lengths_B)
         num_parts = 1 if batch.holders is None else batch.holders.num_parts
-        assignments = self._schedule(batch, num_parts, is_lookup)
-        if (branches := self._branches(batch)) is not None:
+        branches = self._branches(batch)
+        assignments = self._schedule(batch, branches, num_parts, is_lookup)
+        if branches is not None:
             found = [0] * len(batch.lengths_B)
             for micro in chain.from_iterable(assignments):
                 for sample, shared in zip(micro, branches.of_rows(micro).shared, strict=True):
@@ -196,17 +198,24 @@ class BatchPlanner:
         holders, world = batch.holders, self.mesh.world
         # With a single mini-batch, lookups and updates have the same schedule.
         num_parts = 1 if holders is None else holders.num_parts
-        assignments = self._schedule(batch, num_parts, is_lookup=True)
+        branches = self._branches(batch)
+        assignments = self._schedule(batch, branches, num_parts, is_lookup=True)
         same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(assignments))
         wanted_BW, here = self._on_ranks(assignments), batch
         if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
             here = bring(batch, wanted_BW, world)
         where = self.mesh.where
         mine = [] if where is None else assignments[where.dp]
-        inputs = [self._input(here, indices, temperature) for indices in mine]
+        inputs = [self._input(here, indices, branches, temperature) for indices in mine]
         return BatchPlan(batch, here, inputs, self.mesh, self._on_ranks(assignments, reports=True))
 
-    def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
+    def _input(
+        self,
+        batch: TrainBatch,
+        indices: Sequence[int],
+        branches: Branches | None,
+        temperature: float,
+    ) -> ModelInput:
         layout, where = self.mesh.layout, self.mesh.place
         pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
         positions = [extra for extra in self.extra_inputs if extra.num_position_rows]
@@ -218,7 +227,7 @@ class BatchPlanner:
             self.shares_prompts,
             self.at_own_token,
             positions[0] if positions else None,
-            self._branches(batch),
+            branches,
         )
         prepared = [extra.prepare(whole, batch) for extra in self.extra_inputs]
         whole = replace(whole, model_inputs=dict(ChainMap(*map(dict, prepared))))
@@ -254,13 +263,18 @@ class BatchPlanner:
         head = HeadInput(local.labels, rows_N, temperature)
         return ModelInput(whole, local, index_S, head, packed)
 
-    def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
+    def _schedule(
+        self,
+        batch: TrainBatch,
+        branches: Branches | None,
+        num_parts: int,
+        is_lookup: bool = False,
+    ) -> Schedule:
         """Returns the micro-batches of all data-parallel ranks.
 
         Except in a lookup, a micro-batch contains samples from one mini-batch only.
         """
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
-        branches = self._branches(batch)
         prompt_lengths = None
         if self.shares_prompts and branches is None:
             prompt_lengths = tuple(batch.prompt_lengths_B.tolist())
@@ -279,7 +293,7 @@ class BatchPlanner:
         return schedule(inputs)
 
     def _branches(self, batch: RolloutBatch) -> Branches | None:
-        """Returns what agents' sequences have in common; None if they do not share it."""
+        """Returns the branches of a batch; None if its sequences share no branches."""
         columns = (batch.sequence_B, batch.branch_of_B, batch.branch_tokens_B, batch.context_B)
         if not self.shares_branches or any(column is None for column in columns):
             return None

@@ -11,14 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 from hybridrl.contracts.branches import NONE
 from hybridrl.training.batches.packing import round_up
 
 # Attention copies the keys and values that a sequence continues (attention.py). A unit may have at
-# most this many rows of keys per position, so that the copies need little memory.
+# most this many rows of keys per position, so that the copies need little memory. With context
+# parallelism, each rank makes all copies, so fewer are allowed.
 KEY_ROWS_PER_POSITION = 4
+
+
+def most_copied_rows(positions: int, cp: int) -> int:
+    """Returns how many rows of keys a unit of this many positions may copy.
+
+    Args:
+        positions: Number of positions of the unit.
+        cp: Context-parallel size.
+    """
+    return (KEY_ROWS_PER_POSITION - 1) * positions // cp
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,9 @@ class Branches:
             shared.append(tokens)
         return Branches(tuple(parents), tuple(shared))
 
+    @cached_property
     def roots(self) -> list[int]:
-        """Returns, for each sequence, the first sequence of those that are connected with it."""
+        """For each sequence, the first of the sequences that are connected with it."""
         found: list[int] = []
         for row, parent in enumerate(self.parents):
             found.append(row if parent == NONE else found[parent])
@@ -79,7 +92,7 @@ class Branches:
         A sequence whose parent is not among them continues the one with which it shares the most.
         """
         place = {row: number for number, row in enumerate(rows)}
-        roots, connected = self.roots(), dict[int, list[int]]()
+        roots, connected = self.roots, dict[int, list[int]]()
         for row in rows:
             connected.setdefault(roots[row], []).append(row)
         parents, shared = [], []
@@ -178,23 +191,25 @@ class BranchGroup:
     pad_each: int
 
     def filled_units(self, most: int, most_key_rows: int) -> list[BranchUnit]:
-        """Fills one unit after another, up to both limits and KEY_ROWS_PER_POSITION."""
+        """Fills one unit after another, up to both limits and `most_copied_rows`."""
         units: list[BranchUnit] = []
         members: list[int] = []
         shared: list[int] = []
-        tokens = key_rows = 0
+        tokens = copied = 0
+        cp = max(self.pad_each // 2, 1)
         for row in self.samples:
             saved = self.branches.added(row, members)
             own = self._own(row, saved)
-            rows = key_rows + saved + own
-            most_rows = min(most_key_rows, KEY_ROWS_PER_POSITION * (tokens + own))
-            if members and (tokens + own > most or rows > most_rows):
+            positions, copies = tokens + own, copied + saved
+            is_full = positions > most or positions + copies > most_key_rows
+            if members and (is_full or copies > most_copied_rows(positions, cp)):
                 units.append(self._unit(members, shared))
-                members, shared, tokens, key_rows = [], [], 0, 0
+                members, shared = [], []
                 saved, own = 0, self._own(row, 0)
+                positions, copies = own, 0
             members.append(row)
             shared.append(saved)
-            tokens, key_rows = tokens + own, key_rows + saved + own
+            tokens, copied = positions, copies
         return [*units, self._unit(members, shared)]
 
     def even_units(self, most: int, most_key_rows: int) -> list[BranchUnit]:

@@ -50,8 +50,8 @@ def micro_batch(
             previous token's.
         positions: Source of positions if each token has several position numbers; None if each
             token has one.
-        branches: What agents' sequences have in common, in place of prompts; None if nothing is
-            shared.
+        branches: Branches of the batch, which sequences then share in place of prompts; None if
+            they share no branches.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     among = None if branches is None else branches.of_rows(index_B.tolist())
@@ -205,9 +205,8 @@ def _lay_out(
     held_N = is_own_N | torch.tensor(leaders, dtype=torch.bool)[sample_N]
     cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
     counts = cu_seqlens.diff().long()
-    read = torch.zeros(
-        len(counts), dtype=torch.int64
-    )  # length of the shared prefix before each sequence
+    # Length of the shared prefix before each sequence.
+    read = torch.zeros(len(counts), dtype=torch.int64)
     read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
     first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
     is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)

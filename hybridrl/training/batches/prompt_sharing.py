@@ -94,8 +94,8 @@ class ScheduleInputs:
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
         pad_each: Each sequence of a micro-batch is padded to a multiple of this. A shared prompt is
             a sequence of its own.
-        branches: What agents' sequences have in common; None if it is not shared, or without
-            agents. `prompt_lengths` is then None.
+        branches: Branches of the batch; None if sequences share no branches. With branches,
+            `prompt_lengths` is None.
     """
 
     lengths: tuple[int, ...]
@@ -192,7 +192,7 @@ def _schedule_part(inputs: ScheduleInputs) -> Schedule:
     units: Sequence[AnyUnit]
     if inputs.branches is not None:
         branches = inputs.branches
-        by_root = _by_key(branches.roots())
+        by_root = _by_key(branches.roots)
         groups = [BranchGroup(own, branches, lengths, inputs.pad_each) for own in by_root]
         units = _best_units(groups, lengths, *given[:2], attention, inputs.pad_each)
     else:
