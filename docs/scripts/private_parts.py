@@ -36,6 +36,7 @@ OTHERS = {
     "_asdict",
     "_replace",
     "_attn_implementation",  # transformers
+    "_from_config",  # transformers
     "_supports_sdpa",  # transformers
     "_cdata",  # torch
     "_checkpoint_offset",  # torch

@@ -258,6 +258,13 @@ class Config(Section):
         """
         return self.data.max_prompt_tokens + self.eval.most_new_tokens(self.rollout.max_new_tokens)
 
+    @property
+    def old_is_sampled(self) -> bool:
+        """Whether the sampler's log-probabilities serve as old ones. Engines that sample with older
+        weights compute other log-probabilities.
+        """
+        return self.numerics.is_exact and self.steps.max_policy_lag == 0
+
     def longest_sequence(self) -> int:
         """Returns the maximum length of a sequence in training, evaluations and loss terms: the
         tokens of prompt and response.

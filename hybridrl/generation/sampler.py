@@ -59,6 +59,7 @@ from hybridrl.generation.sampler_metrics import (
 )
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
+    made_otherwise,
     merge_states,
     prompt_digest,
     rollout_state,
@@ -99,6 +100,9 @@ class Sampler:
         episodes: Manager of responses with several turns; None without an environment and without
             agents.
         reward_models: Reward models that add their scores to a batch.
+        exact_with: What computes log-probabilities that serve as the trainer's own; None if they do
+            not. Saved samples with other log-probabilities are generated again.
+        notify: Shows a sentence to the user.
 
     Attributes:
         in_flight: Groups in flight across steps; empty without a lag.
@@ -119,7 +123,10 @@ class Sampler:
         episodes: Episodes | AgentEpisodes | None = None,
         reward_models: Sequence[Callable[[ScoredBatch], ScoredBatch]] = (),
         schedule: Schedule = SYNCHRONOUS,
+        exact_with: str | None = None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.exact_with, self._notify = exact_with, notify
         self.world, self.layout, self._replica = world, layout, replica
         self.engine, self.scorer, self.episodes = engine, scorer, episodes
         self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
@@ -767,6 +774,7 @@ class Sampler:
             **found,
             "step": self._step,
             "sampling": dataclasses.asdict(self._drawn),
+            "exact_with": self.exact_with,
             **merge_states(parts),
             "response_lengths": self._lengths.state(),
         }
@@ -783,6 +791,13 @@ class Sampler:
         received = self.world.broadcast_object(without_sample_data(state) if is_first else None, 0)
         state = state if is_first else received
         self.drop()
+        if made_otherwise(state, self.exact_with):
+            self._notify(
+                "the checkpoint's responses of the step in progress are generated again, because "
+                f"{state.get('exact_with') or 'no engine in exact mode'} sampled them, and their "
+                "log-probabilities are not the bits of the trainer"
+            )
+            state = without_sample_data(state)
         self._saved = SavedRollouts(state)
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))

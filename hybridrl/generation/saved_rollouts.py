@@ -88,6 +88,18 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: type(value)() if name in SAMPLES else value for name, value in state.items()}
 
 
+def made_otherwise(state: Mapping[str, Any], exact_with: str | None) -> bool:
+    """Whether the log-probabilities of saved samples may differ from those that the trainer
+    computes in exact mode.
+
+    Args:
+        exact_with: What the run computes with in exact mode; None if its old log-probabilities are
+            not the sampler's, so that any samples will do.
+    """
+    has_samples = any(state.get(name) for name in SAMPLES)
+    return exact_with is not None and has_samples and state.get("exact_with") != exact_with
+
+
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
     """Returns the sampling parameters of the responses in `Sampler.state`. Returns None for an old
     checkpoint without sampling parameters, whose responses may have begun with parameters that

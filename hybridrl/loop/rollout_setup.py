@@ -274,7 +274,20 @@ def make_sampler(
         episodes=episodes,
         reward_models=reward_models,
         schedule=make_schedule(config, placement),
+        exact_with=_exact_with(config, source),
+        notify=notify,
     )
+
+
+def _exact_with(config: Config, source: ModelSource) -> str | None:
+    """Returns what determines the bits of log-probabilities that serve as old ones; None if the
+    sampler's do not.
+    """
+    if not config.old_is_sampled:
+        return None
+    processor = torch.backends.cpu.get_cpu_capability()
+    dtype = str(source.dtype).removeprefix("torch.")
+    return f"{config.rollout.engine} ({dtype}, torch {torch.__version__}, {processor})"
 
 
 def make_schedule(config: Config, placement: Placement) -> Schedule:

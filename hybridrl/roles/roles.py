@@ -344,8 +344,7 @@ def make_roles(
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
-    # Engines that sample with older weights compute other log-probabilities.
-    policy.old_is_sampled = config.numerics.is_exact and config.steps.max_policy_lag == 0
+    policy.old_is_sampled = config.old_is_sampled
     lender = None if lora is None else model  # all models of one base use the same frozen weights
     trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None

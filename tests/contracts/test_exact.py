@@ -46,6 +46,15 @@ VLLM = {
 }
 
 FULL = pytest.mark.full
+
+
+def needs_vllm(test: Any) -> Any:
+    """Marks a test that calls vLLM's kernels."""
+    for mark in needs("vllm"):
+        test = mark(test)
+    return test
+
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="exact mode is refused on GPUs")
 
 
@@ -138,6 +147,34 @@ def test_trainer_computes_the_bits_that_the_engine_sampled_with(
     # The usual operations round differently, so that the test can fail.
     assert not torch.equal(usual_T, batch.behaviour_logp_T)
     assert float((usual_T - exact_T).abs().max()) < (0.5 if dtype == "bfloat16" else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_before", [None, 1023])
+@needs_vllm
+def test_attention_of_vllm_computes_equal_bits_in_long_sequences(
+    dtype: torch.dtype, num_before: int | None
+) -> None:
+    """A token of a long prompt gets the bits that it gets alone; the kernel would choose other
+    blocks for several queries.
+    """
+    attend = imported(str(ENGINES["vllm"].exact_attention))
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, 3001, 64).to(dtype) for n in (4, 2, 2))
+
+    def at(*positions: int) -> torch.Tensor:
+        end = positions[-1] + 1
+        seen, place = torch.empty(0), torch.tensor(positions)[None]
+        result: torch.Tensor = attend(
+            query[:, :, place[0]], key[:, :, :end], value[:, :, :end], seen, place, num_before, 0.3
+        )
+        return result
+
+    whole = at(*range(3001))
+    for position in (5, 511, 600, 1023, 2048, 2100, 3000):
+        assert torch.equal(at(position)[:, :, 0], whole[:, :, position]), position
+        several = at(*range(position - 3, position + 1))
+        assert torch.equal(several, whole[:, :, position - 3 : position + 1]), position
 
 
 @pytest.mark.parametrize("is_centered", [False, True])

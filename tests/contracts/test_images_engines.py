@@ -143,6 +143,22 @@ def test_greedy_equals_transformers_after_two_updates(engine: Any, case: Case) -
             assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
 
 
+def test_images_are_read_again_after_an_update_with_an_equal_version(
+    engine: Any, case: Case
+) -> None:
+    """A checkpoint that is loaded again has weights of an earlier version."""
+    (request,) = requests(case.folder)[:1]
+    found = {}
+    for seed in (1, 2):
+        write_weights(engine, case.model(seed), version=2)
+        (done,) = generate(engine, [request])
+        tokens, logps = expected(case.model(seed), case.folder, request)
+        assert list(done.tokens) == tokens
+        assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
+        found[seed] = done.logps
+    assert found[1] != found[2]
+
+
 def test_equal_tokens_with_other_images_have_other_responses(engine: Any, case: Case) -> None:
     write_weights(engine, case.model(1), version=3)
     request = requests(case.folder)[0]

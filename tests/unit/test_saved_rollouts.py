@@ -15,9 +15,11 @@ from hybridrl.generation.in_flight import restored_pool
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
     SavedSample,
+    made_otherwise,
     merge_states,
     prompt_digest,
     rollout_state,
+    without_sample_data,
 )
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -72,6 +74,24 @@ def test_saved_rollouts_keep_the_versions_of_tokens() -> None:
     saved = SavedRollouts(json.loads(json.dumps(state)))
     assert saved.find(5, 0, PROMPT, SAMPLING).whole == whole
     assert saved.find(5, 1, PROMPT, SAMPLING).request == begun
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs"),
+    [
+        ("hf (float32)", "hf (float32)", False),
+        ("vllm (float32)", "hf (float32)", True),
+        (None, "hf (float32)", True),  # sampled with numerics.match=close, or by an older version
+        ("hf (float32)", None, False),  # a pass recomputes old log-probabilities
+        (None, None, False),
+    ],
+)
+def test_exact_mode_continues_only_with_samples_of_the_same_bits(
+    saved: str | None, now: str | None, differs: bool
+) -> None:
+    state = {"step": 5, "exact_with": saved, **rollout_state([WHOLE], [BEGUN], [], {})}
+    assert made_otherwise(state, now) == differs
+    assert not made_otherwise(without_sample_data(state), now)
 
 
 @pytest.mark.parametrize("versions", [((2, 2),), ((3, 3),), ((2, 1), (2, 2)), ((2, 3), (3, 0))])

@@ -52,7 +52,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         # Requests in vLLM, by vLLM's names. Names are never reused, because vLLM may still return a
         # token for an aborted request.
         self._running: dict[str, RunningRequest] = {}
-        self._num_named = 0
+        self._num_named = self._num_updates = 0
         # Tokens that were not appended to their rows yet. The buffer is emptied after every step
         # while any request has stop strings.
         self._drawn, self._has_stop_strings = StepBuffer(), False
@@ -108,6 +108,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             raise RuntimeError(
                 "vLLM did not clear its prefix cache, which contains keys from older weights"
             )
+        self._num_updates += 1
 
     def _record_running(self) -> None:
         if self._experts is not None:
@@ -191,7 +192,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             lora_request=self._lora_requests.get(row.request.adapter or ""),
         )
         if row.request.contents:
-            request.mm_features = self._pixels.features_of(row.request.contents, self._version)
+            request.mm_features = self._pixels.features_of(row.request.contents, self._num_updates)
         llm.engine_core.add_request(request)
         self._running[name] = row
         self._num_named += 1

@@ -1,13 +1,17 @@
 """Makes vLLM on CPU compute the same bits as the trainer, whatever the batch.
 
 Replaces products, norms, activations, rotary positions and logits by the operations of the trainer
-(models/megatron/exact.py). The trainer, in turn, attends with vLLM's kernel (`attend`), whose
-result for a token does not depend on the other requests, nor on whether the token is in a prompt.
+(models/megatron/exact.py). The trainer, in turn, attends with vLLM's kernel (`attend`).
+
+The kernel chooses the sizes of its blocks by the number of a request's queries, and may split the
+keys of a request over threads. Both sides therefore pass every token as a request of its own, and
+never split keys. The bits of a token then depend only on its sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +52,9 @@ def compute_exactly(model: torch.nn.Module) -> None:
             part.forward = partial(_rotate, part)
         elif isinstance(part, LogitsProcessor):
             part._apply_head = _logits
-        elif not isinstance(part, Attention | VocabParallelEmbedding) and any(_own(part)):
+        elif isinstance(part, Attention):
+            part.impl.forward = partial(_attend_by_tokens, part.impl.forward)
+        elif not isinstance(part, VocabParallelEmbedding) and any(_own(part)):
             raise ModelError(
                 "numerics.match",
                 "exact",
@@ -106,6 +112,66 @@ def _logits(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
     return ops.invariant_logits(hidden, lm_head.weight)
 
 
+def _attend_by_tokens(
+    forward: Callable[..., Tensor],
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Tensor:
+    """Takes the place of the `forward` of vLLM's attention; each token becomes a request."""
+    if (given := attn_metadata) is not None:  # None while vLLM measures memory
+        starts, lengths = given.query_start_loc, given.seq_lens
+        count = starts.diff()
+        num_tokens = int(starts[-1])
+        own = (lengths - starts[1:]).repeat_interleave(count) + torch.arange(1, num_tokens + 1)
+        attn_metadata = replace(
+            given,
+            query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32),
+            seq_lens=own.int(),
+            block_table=given.block_table.repeat_interleave(count, dim=0),
+            scheduler_metadata=_plan(
+                own.int(),
+                (layer.num_heads, layer.num_kv_heads, layer.head_size),
+                query.dtype,
+                layer.impl.sliding_window,
+            ),
+        )
+    return forward(layer, query, key, value, kv_cache, attn_metadata, *arguments, **keywords)
+
+
+def _plan(length_R: Tensor, sizes: tuple[int, int, int], dtype: torch.dtype, window: int) -> Tensor:
+    """Returns the kernel's plan for requests of one query each.
+
+    Args:
+        length_R: Number of tokens up to the query.
+        sizes: Number of heads, number of key heads, and size of a head.
+        window: Number of positions that a query attends to; -1 for all of them.
+    """
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    num_heads, num_kv_heads, size = sizes
+    plan: Tensor = _custom_ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(length_R),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=size,
+        seq_lens=length_R,
+        dtype=dtype,
+        query_start_loc=torch.arange(len(length_R) + 1, dtype=torch.int32),
+        causal=True,
+        sliding_window_size=window,
+        isa=_get_attn_isa(dtype, CPU_BLOCK_SIZE, size),
+        enable_kv_split=False,
+    )
+    return plan
+
+
 def attend(
     query_NHQD: Tensor,
     key_NHSD: Tensor,
@@ -118,24 +184,18 @@ def attend(
     """Attends as the engine does, with vLLM's kernel: (N, H, Q, D).
 
     Args:
-        query_NHQD: Rows of consecutive positions, which may end with repetitions of the last one.
         key_NHSD, value_NHSD: Keys from position 0 on.
         is_seen_NQS: Ignored, because the kernel computes the mask from the following arguments.
         position_NQ: Position of each query in its sequence; one row if all are alike.
         num_before: Number of earlier positions that a query attends to; None for all of them.
         scale: Factor of the products.
     """
-    from vllm import _custom_ops, envs
+    from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     num_rows, num_heads, num_queries, size = query_NHQD.shape
-    num_kv_heads, dtype, window = key_NHSD.size(1), query_NHQD.dtype, -1
-    if num_before is not None:
-        window = num_before + 1
-    isa = _get_attn_isa(dtype, CPU_BLOCK_SIZE, size)
-    position_NQ = position_NQ.expand(num_rows, num_queries)
-    first_N, last_N = position_NQ[:, 0], position_NQ.amax(1)
-    length_N, count_N = (last_N + 1).int(), (last_N - first_N + 1).int()
+    num_kv_heads, dtype = key_NHSD.size(1), query_NHQD.dtype
+    window = -1 if num_before is None else num_before + 1
     num_blocks = -(-key_NHSD.size(2) // CPU_BLOCK_SIZE)
     cache = query_NHQD.new_zeros(num_rows * num_blocks, num_kv_heads, 2 * CPU_BLOCK_SIZE, size)
     keys, values = cache.chunk(2, dim=2)
@@ -143,40 +203,25 @@ def attend(
     slot_NS = torch.arange(num_rows)[:, None] * (num_blocks * CPU_BLOCK_SIZE)
     slot_NS = slot_NS + torch.arange(key_NHSD.size(2))
     tokens = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (key_NHSD, value_NHSD))
+    isa = _get_attn_isa(dtype, CPU_BLOCK_SIZE, size)
     _custom_ops.cpu_attn_reshape_and_cache(*tokens, keys, values, slot_NS.flatten(), isa)
-    starts = F.pad(count_N.cumsum(0), (1, 0)).int()
-    is_real_NQ = torch.arange(num_queries) < count_N[:, None]
-    query = query_NHQD.transpose(1, 2)[is_real_NQ].contiguous()
+    length_R = (position_NQ.expand(num_rows, num_queries).flatten() + 1).int()
+    query = query_NHQD.transpose(1, 2).flatten(0, 1).contiguous()
     found = torch.empty_like(query)
-    plan = _custom_ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=num_rows,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=size,
-        seq_lens=length_N,
-        dtype=dtype,
-        query_start_loc=starts,
-        causal=True,
-        sliding_window_size=window,
-        isa=isa,
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-    )
     _custom_ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,
         value_cache=values,
         output=found,
-        query_start_loc=starts,
-        seq_lens=length_N,
+        query_start_loc=torch.arange(len(query) + 1, dtype=torch.int32),
+        seq_lens=length_R,
         scale=scale,
         causal=True,
         alibi_slopes=None,
         sliding_window=window,
-        block_table=table,
+        block_table=table.repeat_interleave(num_queries, dim=0),
         softcap=0,
-        scheduler_metadata=plan,
+        scheduler_metadata=_plan(length_R, (num_heads, num_kv_heads, size), dtype, window),
         s_aux=None,
     )
-    result = query_NHQD.new_zeros(num_rows, num_queries, num_heads, size)
-    result[is_real_NQ] = found
-    return result.transpose(1, 2)
+    return found.view(num_rows, num_queries, num_heads, size).transpose(1, 2)

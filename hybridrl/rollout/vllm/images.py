@@ -87,12 +87,13 @@ class PixelItems:
         patches = {one.key: int(one.arrays[GRID].prod()) for one in contents}
         return sum(patches.values()) * patch * self._dtype.itemsize
 
-    def features_of(self, contents: Sequence[Content], version: int) -> list[Any]:
+    def features_of(self, contents: Sequence[Content], num_updates: int) -> list[Any]:
         """Returns vLLM's description of a prompt's images.
 
         Args:
-            version: Version of the weights. It is part of the name by which vLLM caches features,
-                so features of an earlier tower are not used.
+            num_updates: Number of weight updates of the engine so far. It is part of the name by
+                which vLLM caches features, so features of an earlier tower are not used. Versions
+                of weights would not do, because they may repeat.
         """
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -100,7 +101,7 @@ class PixelItems:
             MultiModalFeatureSpec(
                 data=self._item(content),
                 modality=IMAGE,
-                identifier=f"{content.key}-{version}",
+                identifier=f"{content.key}-{num_updates}",
                 mm_position=PlaceholderRange(offset=content.start, length=content.num_tokens),
             )
             for content in contents
