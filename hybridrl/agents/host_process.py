@@ -417,13 +417,18 @@ class _Reporter:
         return True
 
     def _events(self) -> _Events | None:
-        """Returns the events since the last call; None if there are none."""
+        """Returns the events since the last call, without the parts that the rank does not use;
+        None if there are no events.
+        """
         try:
             arrivals, finished = self._host.take(), self._host.take_finished()
         except Exception as error:
             self.fail(error)
             return None
-        return _Events(arrivals, tuple(finished)) if arrivals or finished else None
+        if not (arrivals or finished):
+            return None
+        requests = tuple(replace(one, blobs={}) for one in arrivals.requests)
+        return _Events(replace(arrivals, requests=requests), tuple(map(_lean, finished)))
 
 
 def _serve(host: AgentHost, link: Connection, parent: int) -> None:
@@ -463,6 +468,14 @@ def _spawn(file: int) -> subprocess.Popen[bytes]:
         pass_fds=[file],
         start_new_session=True,
     )
+
+
+def _lean(finished: Finished) -> Finished:
+    """Leaves out what only the function for `agent.rows` needs, and the row of the data."""
+    rows = tuple(
+        replace(row, blobs={}, messages=(), tools=(), text="") for row in finished.result.rows
+    )
+    return replace(finished, result=replace(finished.result, row=None, rows=rows))
 
 
 def _sendable(error: Exception) -> Exception:

@@ -95,6 +95,7 @@ def test_a_host_in_another_process_returns_what_was_sampled(tmp_path: Path) -> N
     assert [(one.key, one.reward, one.failure) for one in found] == [(0, 0.0, None), (1, 1.0, None)]
     for one in found:
         assert one.result.num_turns == 5 and len(one.result.rows) == 3
+        assert not any(row.messages or row.text for row in one.result.rows), "not used by the rank"
         trained = Counter(
             (token, logp)
             for row in one.result.rows
@@ -174,21 +175,23 @@ def test_a_process_ends_with_its_programs_when_the_rank_closes_it(tmp_path: Path
 class Broken:
     """A host whose calls raise, and whose events fill the connection."""
 
-    def __init__(self, events: bytes = b"", fails: bool = False) -> None:
+    def __init__(self, events: str = "", fails: bool = False) -> None:
         self.events, self.fails = events, fails
-        self.num_rounds, self.is_closed = 0, False
+        self.num_waits, self.num_takes, self.is_closed = 0, 0, False
         self.woken = threading.Event()
 
     def take(self) -> Any:
-        self.num_rounds += 1
+        self.num_takes += 1
         if self.fails:
             raise KeyError("no queue")
-        return Arrivals((cast(TurnRequest, self.events),)) if self.events else Arrivals()
+        turn = TurnRequest(0, "s", 0, 0, (1,), 5, stop_strings=(self.events,))
+        return Arrivals((turn,)) if self.events else Arrivals()
 
     def take_finished(self) -> list[Finished]:
         return []
 
     def wait(self, timeout_s: float) -> None:
+        self.num_waits += 1
         if not self.events and not self.fails:
             self.woken.wait(timeout_s)
             self.woken.clear()
@@ -229,7 +232,7 @@ def received(link: Connection) -> Any:
 def test_a_host_with_errors_reads_calls_although_the_rank_reads_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    host = Broken(b"x" * 10**6)
+    host = Broken("x" * 10**6)
     ours, thread = served(host)
 
     def call() -> None:
@@ -261,7 +264,8 @@ def test_the_first_error_of_events_reaches_the_rank_once() -> None:
     assert "no queue" in str(received(ours).error)
     ours.send(_Call("versions", ((),), 5))
     assert received(ours) == _Answer(5, {})
-    assert host.num_rounds == 1
+    time.sleep(0.2)  # many rounds, if the thread does not wait
+    assert host.num_waits == host.num_takes == 1, "the thread waits for events that are not sent"
     ours.close()
     thread.join(20)
     assert host.is_closed
