@@ -105,6 +105,15 @@ def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str,
     return shapes
 
 
+def hf_tensors_of_parameters(
+    family: Family, shape: ModelShape, head: Head = "lm"
+) -> list[tuple[str, dict[str, Shape]]]:
+    """Returns Megatron's name of each kind of parameter, which all layers and experts have in
+    common, and the HF tensors that it consists of.
+    """
+    return [(row.megatron, _hf_tensors(row)) for row in _rows(family, shape, head)]
+
+
 def megatron_layout(
     family: Family,
     shape: ModelShape,

@@ -18,7 +18,7 @@ over them, in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,38 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.models.boxes import Box, sizes, volume
-from hybridrl.models.weights import RankLayout, Region
+from hybridrl.checkpoint.optimizer_state import MOMENTUM
+from hybridrl.models.weights import EXPERTS, RankLayout
+from hybridrl.training.muon_matrices import NUM_ITERATIONS, Matrix, is_split, matrices_of
 from hybridrl.training.piecewise_adam import MOMENTS, adamw
 from hybridrl.training.step_counts import StepCounts
 
-MOMENTUM = "momentum_buffer"
 # Polynomial of the Newton-Schulz iteration (Jordan et al. 2024). Singular values end between 0.7
-# and 1.2, which is as good as 1, and needs only 5 iterations.
+# and 1.2, which is as good as 1, and needs few iterations.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NUM_ITERATIONS = 5
 EPSILON = 1e-7
 # Root mean square of AdamW's updates (Liu et al. 2025, equation 4).
 UPDATE_RMS = 0.2
-# Parts of local names of parameters that AdamW updates, although they are matrices.
-_BY_ADAMW = ("embed", "output_layer.")
-_EXPERTS = ".experts."
-
-Slices = tuple[slice, slice]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix of the HF checkpoint, of which a local parameter has a part.
-
-    Args:
-        shape: Rows and columns.
-        places: For each tensor-parallel rank, the pairs of slices of its local tensor and of the
-            matrix that have the same elements. Only for this rank, if it has the whole matrix.
-    """
-
-    shape: tuple[int, int]
-    places: tuple[tuple[tuple[Slices, Slices], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -160,7 +140,8 @@ class Muon(StepCounts):
             for bucket in buffer.buckets:
                 if any(parameter in self._matrices for parameter in bucket.params):
                     whole = bucket.grad_data
-                    own = whole.chunk(group.size())[group.rank()].clone()
+                    # This rank's part is where it belongs already.
+                    own = whole.chunk(group.size())[group.rank()]
                     dist.all_gather_into_tensor(whole, own, group=group)
 
     def _step_matrices(self, owned: _Owned, group: Mapping[str, Any]) -> None:
@@ -179,7 +160,7 @@ class Muon(StepCounts):
             nearest = orthogonalized(whole)
             scale = UPDATE_RMS * math.sqrt(max(matrix.shape))
             for here, there in matrix.places[own]:
-                change[here] = nearest[there].to(change.dtype) * scale
+                change[here].copy_(nearest[there]).mul_(scale)
         end = owned.begin + owned.master.numel()
         if group["weight_decay"]:
             owned.master.mul_(1 - group["lr"] * group["weight_decay"])
@@ -212,28 +193,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return found.T if is_tall else found
 
 
-def matrices_of(layouts: Sequence[RankLayout], own: int) -> dict[str, tuple[Matrix, ...]]:
-    """Returns the matrices of each local parameter that Muon updates.
-
-    Args:
-        layouts: Layouts of the tensor-parallel ranks.
-        own: Index of this rank's layout.
-    """
-    shapes = layouts[own].shapes
-    names = [name for name, shape in shapes.items() if _is_for_muon(name, shape)]
-    regions = [_by_name(layout, set(names)) for layout in layouts]
-    found: dict[str, tuple[Matrix, ...]] = {}
-    for name in names:
-        boxes: dict[tuple[Any, ...], list[tuple[int, Region]]] = {}
-        for rank, of_rank in enumerate(regions):
-            for region in of_rank.get(name, ()):
-                key = (region.hf, *region.hf_box[:-2])
-                boxes.setdefault(key, []).append((rank, region))
-        if all(_is_matrix(region) for one in boxes.values() for _, region in one):
-            found[name] = tuple(_matrix(one, len(layouts)) for one in boxes.values())
-    return found
-
-
 def model_matrices(
     named: Mapping[str, Tensor],
     layout_of: Callable[[int], RankLayout],
@@ -254,58 +213,11 @@ def model_matrices(
         layouts = [layout_of(rank) for rank in dist.get_process_group_ranks(group)]
         for name, matrices in matrices_of(layouts, group.rank()).items():
             parameter = named[name]
-            if (_EXPERTS in name) != has_experts or not parameter.requires_grad:
+            if (EXPERTS in name) != has_experts or not parameter.requires_grad:
                 continue
             own = group.rank()
-            if any(_is_split(matrix, own) for matrix in matrices):
+            if any(is_split(matrix, own) for matrix in matrices):
                 found[parameter], peers[parameter] = matrices, group
             else:
                 found[parameter] = tuple(replace(m, places=(m.places[own],)) for m in matrices)
     return found, peers
-
-
-def _is_for_muon(name: str, shape: Sequence[int]) -> bool:
-    return len(shape) == 2 and not any(part in name for part in _BY_ADAMW)
-
-
-def _by_name(layout: RankLayout, names: set[str]) -> dict[str, list[Region]]:
-    found: dict[str, list[Region]] = {}
-    for region in layout.regions:
-        if region.local in names:
-            found.setdefault(region.local, []).append(region)
-    return found
-
-
-def _is_matrix(region: Region) -> bool:
-    """Whether a region's elements form a matrix in the HF tensor as they do locally."""
-    inner = region.hf_box[-2:]
-    is_whole = volume(inner) == volume(region.hf_box)
-    return is_whole and sizes(inner) == sizes(region.local_box)
-
-
-def _matrix(regions: Sequence[tuple[int, Region]], num_ranks: int) -> Matrix:
-    inner = [region.hf_box[-2:] for _, region in regions]
-    first = [min(box[dim][0] for box in inner) for dim in range(2)]
-    last = [max(box[dim][1] for box in inner) for dim in range(2)]
-    places: list[list[tuple[Slices, Slices]]] = [[] for _ in range(num_ranks)]
-    for rank, region in regions:
-        here = _slices(region.local_box, [0, 0])
-        places[rank].append((here, _slices(region.hf_box[-2:], first)))
-    return Matrix((last[0] - first[0], last[1] - first[1]), tuple(map(tuple, places)))
-
-
-def _slices(box: Box, origin: Sequence[int]) -> Slices:
-    rows, columns = (
-        slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True)
-    )
-    return rows, columns
-
-
-def _is_split(matrix: Matrix, own: int) -> bool:
-    """Whether a rank has only a part of a matrix."""
-
-    def elements() -> Iterator[int]:
-        for _, (rows, columns) in matrix.places[own]:
-            yield (rows.stop - rows.start) * (columns.stop - columns.start)
-
-    return sum(elements()) < matrix.shape[0] * matrix.shape[1]

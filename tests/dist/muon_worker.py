@@ -100,7 +100,8 @@ class Oracle:
         self.params = {n: torch.nn.Parameter(t.float()) for n, t in initial.items()}
         parts: dict[str, list[Any]] = {"muon": [], "decayed": [], "rest": []}
         for name, one in self.params.items():
-            is_matrix = one.dim() == 2 and "embed" not in name and "lm_head" not in name
+            is_matrix = one.dim() == 2 and min(one.shape) > 1
+            is_matrix = is_matrix and "embed" not in name and "lm_head" not in name
             # As Megatron decays them.
             is_decayed = one.dim() > 1 and not name.endswith(".bias")
             parts["muon" if is_matrix else "decayed" if is_decayed else "rest"].append(one)

@@ -86,8 +86,14 @@ def test_sequences_share_what_they_have_in_common(seed: int) -> None:
         if shared:
             assert rows[row][:shared] == rows[parent][:shared]
         assert not any(trained[row][: shared + 1])
-        # No earlier sequence of the same sample has more.
+        # A context that an earlier sequence of the group has is shared, and no earlier sequence of
+        # the same sample has more in common.
+        length = int(batch.prompt_lengths_B[row])
         for other in range(row):
+            is_same_group = batch.group_B[row] == batch.group_B[other]
+            context = rows[other][: int(batch.prompt_lengths_B[other])]
+            if is_same_group and rows[row][:length] == context:
+                assert shared >= length - 1
             if batch.sample_ids_B[other] == batch.sample_ids_B[row]:
                 pairs = zip(rows[row], rows[other], strict=False)
                 common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -113,16 +119,18 @@ def places_of(micro: MicroBatch, among: Branches, number: int, length: int) -> l
 
 def copied_rows(micro: MicroBatch, cp: int) -> int:
     """Returns the rows of keys that attention stores for a micro-batch, summed over ranks."""
-    starts = tuple(micro.cu_seqlens.tolist())
     if micro.prefix_sequences is None:
         return micro.num_positions
+    gathered = cp * micro.num_positions if cp > 1 else 0
+    return gathered + sum(len(shared_of(micro, cp, rank).keys.index_K) for rank in range(cp))
+
+
+def shared_of(micro: MicroBatch, cp: int, rank: int = 0) -> SharedPrompts:
+    assert micro.prefix_sequences is not None
+    starts = tuple(micro.cu_seqlens.tolist())
     before = tuple(micro.positions_S[micro.cu_seqlens[:-1].long()].tolist())
-    found = 0
-    for rank in range(cp):
-        positions_S = torch.zeros(1, dtype=torch.int64)
-        shared = SharedPrompts(starts, micro.prefix_sequences, before, positions_S, cp, rank)
-        found += len(shared.keys.index_K) + (micro.num_positions if cp > 1 else 0)
-    return found
+    positions_S = torch.zeros(1, dtype=torch.int64)
+    return SharedPrompts(starts, micro.prefix_sequences, before, positions_S, cp, rank)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -198,6 +206,9 @@ def test_micro_batches_store_each_trained_position_once(seed: int, pad_each: int
         among = branches.of_rows(micro_rows)
         for number, row in enumerate(micro_rows):
             places = places_of(micro, among, number, len(rows[row]))
+            if micro.prefix_sequences is not None:
+                before = places[: among.shared[number]]
+                assert shared_of(micro, pad_each // 2 or 1).prefix_rows(number).tolist() == before
             assert micro.tokens_S[places].tolist() == rows[row]
             assert micro.positions_S[places].tolist() == list(range(len(rows[row])))
             trained = batch.response_mask_T[ends[row] : ends[row + 1]].nonzero()[:, 0]

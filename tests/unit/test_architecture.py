@@ -154,6 +154,7 @@ TORCH_FREE = [
     "parallel/layout.py",
     "parallel/stop_signals.py",
     "models/weights.py",
+    "training/muon_matrices.py",
     "models/cuts.py",
     "models/family.py",
     "models/families/*.py",

@@ -6,16 +6,16 @@ from functools import lru_cache
 from math import prod
 
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import Head, hf_shapes
+from hybridrl.models.weights import EXPERTS, Head, hf_shapes, hf_tensors_of_parameters
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.training.muon_matrices import NUM_ITERATIONS, is_hf_matrix
 
 KEPT = 64  # number of models whose tensors are cached
-# Bytes per element of the largest matrix while it is orthogonalized: the update of the local part,
-# the whole matrix and its gathered parts in fp32, and four bf16 matrices of the iteration.
-SCRATCH_BYTES = 4 + 4 + 4 + 4 * 2
-NUM_ITERATIONS = 5
+FP32_BYTES = 4
+# Bytes per element of a matrix while it is orthogonalized: the matrix in fp32, and four bf16
+# matrices of the iteration.
+SCRATCH_BYTES = FP32_BYTES + 4 * 2
 _EXPERTS = ".experts."
-_BY_ADAMW = ("embed", "lm_head", "score.weight")
 
 
 @lru_cache(KEPT)
@@ -33,20 +33,33 @@ def num_by_adamw(family: Family, shape: ModelShape, layout: TrainLayout, head: H
     """
     vocabularies, vectors = [], 0
     for name, size in _tensors(family, shape, head).items():
-        if any(part in name for part in _BY_ADAMW):
+        if is_hf_matrix(name, size):
+            continue
+        if min(size) > 1 and len(size) == 2:
             vocabularies.append(prod(size))
-        elif len(size) < 2:
+        else:
             vectors += prod(size)
     # With several stages, the first has the embeddings and the last has the head.
     fullest = max(vocabularies, default=0) if layout.pp > 1 else sum(vocabularies)
     return (fullest // layout.tp + vectors // layout.pp) // (layout.dp * layout.cp)
 
 
-def scratch_bytes(family: Family, shape: ModelShape, head: Head) -> int:
-    """Returns the memory in which the largest matrix is orthogonalized."""
-    return SCRATCH_BYTES * max(
-        (prod(size[-2:]) for size, _ in _matrices(family, shape, head)), default=0
-    )
+def scratch_bytes(family: Family, shape: ModelShape, layout: TrainLayout, head: Head) -> int:
+    """Returns the memory in which the largest parameter is updated (Muon._step_matrices).
+
+    A parameter may consist of several matrices, as of gate and up. Their changes on this rank, and
+    their parts from all tensor-parallel ranks, are in memory in fp32 while one matrix is
+    orthogonalized.
+    """
+    most = 0
+    for local, tensors in hf_tensors_of_parameters(family, shape, head):
+        sizes = [prod(size[-2:]) for name, size in tensors.items() if is_hf_matrix(name, size)]
+        if sizes:
+            parts = layout.etp if EXPERTS in f".{local}" else layout.tp
+            fused = FP32_BYTES * sum(sizes)
+            gathered = fused if parts > 1 else 0
+            most = max(most, fused // parts + gathered + SCRATCH_BYTES * max(sizes))
+    return most
 
 
 def orthogonalization_flops(
@@ -70,5 +83,5 @@ def _matrices(family: Family, shape: ModelShape, head: Head) -> list[tuple[tuple
     return [
         (size, _EXPERTS in name)
         for name, size in _tensors(family, shape, head).items()
-        if len(size) > 1 and not any(part in name for part in _BY_ADAMW)
+        if is_hf_matrix(name, size)
     ]

@@ -235,10 +235,11 @@ class HeldModel:
         return each * self.num_updated + MOMENT_BYTES * others
 
     def orthogonalization_bytes(self, config: Config) -> int:
-        """Returns the memory that a step of Muon needs for the largest matrix."""
+        """Returns the memory that a step of Muon needs for the largest parameter."""
         if config.train.optimizer != "muon" or not self.model.is_trained:
             return 0
-        return scratch_bytes(self.model.trained_family, self.model.shape, self.model.head)
+        model = self.model
+        return scratch_bytes(model.trained_family, model.shape, self.layout, model.head)
 
     @property
     def saved(self) -> int:
