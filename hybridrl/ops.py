@@ -58,6 +58,7 @@ __all__ = [
     "vocab_chosen_backward",
     "vocab_stats",
     "vocab_top",
+    "wide_logits",
 ]
 
 
@@ -172,6 +173,14 @@ def invariant_attention(
 def invariant_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     """Returns the logits, (N, V) fp32, whose bits do not depend on the other rows."""
     return invariant.product(hidden_ND.float(), weight_VD.float())
+
+
+def wide_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Returns the logits, (N, V) fp32, never rounded to another type. Inputs have one type."""
+    if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32:
+        logits_NV: torch.Tensor = torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
+        return logits_NV
+    return reference.wide_logits(hidden_ND, weight_VD)
 
 
 def invariant_logps(

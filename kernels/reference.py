@@ -16,6 +16,8 @@ import torch.nn.functional as F
 # Number of tokens in a chunk of logits. With 152k columns a chunk takes 1024 x 152k x 4 bytes = 0.6
 # GB.
 CHUNK_TOKENS = 1024
+# Rows of an output layer that are converted to float32 at a time: a few MB with usual widths.
+CHUNK_COLUMNS = 1024
 # Bytes in a chunk of gathered fp32 weight rows.
 CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
@@ -72,6 +74,23 @@ def vocab_stats(
         exp = shifted.exp()
         parts.append((largest, exp.sum(-1), (exp * shifted).sum(-1), chosen))
     return VocabStats(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def wide_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Computes logits in float32, (N, V), from hidden states and weights of any type.
+
+    Weights are converted in chunks, which stay in the processor's caches.
+    """
+    hidden_ND = hidden_ND.float()
+    if weight_VD.dtype == torch.float32:
+        return hidden_ND @ weight_VD.T
+    logits_NV = hidden_ND.new_empty(len(hidden_ND), len(weight_VD))
+    wide_CD = hidden_ND.new_empty(min(CHUNK_COLUMNS, len(weight_VD)), weight_VD.size(1))
+    for start in range(0, len(weight_VD), CHUNK_COLUMNS):
+        part_CD = weight_VD[start : start + CHUNK_COLUMNS]
+        columns = slice(start, start + len(part_CD))
+        logits_NV[:, columns] = hidden_ND @ wide_CD[: len(part_CD)].copy_(part_CD).T
+    return logits_NV
 
 
 def vocab_backward(

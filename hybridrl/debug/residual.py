@@ -221,5 +221,5 @@ def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
         if head.is_exact:
             part_NV.copy_(ops.invariant_logits(hidden_ND, shard_VD))
         else:
-            part_NV.copy_((hidden_ND @ shard_VD.T).float())
+            part_NV.copy_(ops.wide_logits(hidden_ND, shard_VD))
     return world.sum_over_world(logits_NV)

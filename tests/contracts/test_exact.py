@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,10 +78,14 @@ def reference(name: str) -> Any:
     return model
 
 
-def rollouts_of(engine: Any, temperature: float) -> TrainBatch:
-    """Returns responses of the engine to several prompts, one of them long."""
+def rollouts_of(engine: Any, temperature: float, repeated: int = 25) -> TrainBatch:
+    """Returns responses of the engine to several prompts, one of them long.
+
+    Args:
+        repeated: Number of repetitions of a short prompt in the long one.
+    """
     prompts = [request.prompt for request in make_requests(3, SamplingParams())]
-    prompts[1] = prompts[1] * 25
+    prompts[1] = prompts[1] * repeated
     requests = []
     for i in range(9):
         sampling = SamplingParams(temperature, max_new_tokens=1 if i == 5 else 7 + i)
@@ -102,12 +107,14 @@ def rollouts_of(engine: Any, temperature: float) -> TrainBatch:
     return batch.scored(torch.zeros(batch.num_samples), {}, here).to_train(here)
 
 
-def trainer(mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float) -> Policy:
+def trainer(
+    mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float, budget: int = 512
+) -> Policy:
     mesh.platform.seed(1)
     hf_config = AutoConfig.from_pretrained(folder).to_dict()
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, dtype, family.name, folder)
-    train = TrainConfig(micro_batch_tokens=512, layers="torch")
+    train = TrainConfig(micro_batch_tokens=budget, layers="torch")
     model = ParallelModel(mesh, source, "lm", train)
     load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
     return Policy(model, Grpo(GrpoConfig()), 1, temperature)
@@ -126,24 +133,36 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "dtype"), cases())
 def test_trainer_computes_the_bits_that_the_engine_sampled_with(
-    mesh: Mesh, tmp_path: Path, closed_engines: None, name: str, dtype: str
+    mesh: Mesh,
+    tmp_path: Path,
+    closed_engines: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: str,
 ) -> None:
+    # Beyond 1,000 tokens, vLLM's attention in float32 would depend on the number of queries.
+    is_long = name in VLLM and dtype == "float32"
+    if is_long:
+        monkeypatch.setitem((MODELS | VLLM)[name], "max_position_embeddings", 2048)
     model, temperature, attend = reference(name), 0.7, None
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     if name in VLLM:
-        engine: Any = start_packaged(name, max_batch=4, dtype=dtype, is_exact=True)
+        engine: Any = start_packaged(
+            name, max_batch=4, dtype=dtype, is_exact=True, max_tokens=1500 if is_long else 300
+        )
         attend = imported(str(ENGINES["vllm"].exact_attention))
     else:
         engine = HfEngine(config, dtype, max_batch=4, is_exact=True)
     write_weights(engine, model, 0)
-    batch = rollouts_of(engine, temperature)
-    policy = trainer(mesh, tmp_path, getattr(torch, dtype), temperature)
+    batch = rollouts_of(engine, temperature, 190 if is_long else 25)
+    budget = 1500 if is_long else 512
+    policy = trainer(mesh, tmp_path, getattr(torch, dtype), temperature, budget)
     usual_T = policy.logprobs(batch)
     policy.model.match_engine(attend)
     exact_T = policy.logprobs(batch)
     assert torch.equal(exact_T, batch.behaviour_logp_T)
-    assert float(exact_T.mean()) < -0.1  # responses are not certain
+    assert float(exact_T[batch.response_mask_T].mean()) < -0.1  # responses are not certain
     # The usual operations round differently, so that the test can fail.
     assert not torch.equal(usual_T, batch.behaviour_logp_T)
     assert float((usual_T - exact_T).abs().max()) < (0.5 if dtype == "bfloat16" else 1e-4)
@@ -175,6 +194,39 @@ def test_attention_of_vllm_computes_equal_bits_in_long_sequences(
         assert torch.equal(at(position)[:, :, 0], whole[:, :, position]), position
         several = at(*range(position - 3, position + 1))
         assert torch.equal(several, whole[:, :, position - 3 : position + 1]), position
+
+
+@needs_vllm
+def test_each_token_of_vllm_attends_as_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 4 new tokens after 5 cached ones, and a token at position 2."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+    from hybridrl.rollout.vllm import exact as vllm_exact
+
+    planned, passed = list[Any](), list[Any]()
+    monkeypatch.setattr(vllm_exact, "_plan", lambda *found: planned.append(found))
+    given = CPUAttentionMetadata(
+        num_actual_tokens=5,
+        max_query_len=4,
+        query_start_loc=torch.tensor([0, 4, 5], dtype=torch.int32),
+        max_seq_len=9,
+        seq_lens=torch.tensor([9, 3], dtype=torch.int32),
+        block_table=torch.tensor([[1, 2], [3, 0]], dtype=torch.int32),
+        slot_mapping=torch.arange(5),
+        scheduler_metadata=torch.empty(0),
+    )
+    layer: Any = SimpleNamespace(
+        num_heads=4, num_kv_heads=2, head_size=8, impl=SimpleNamespace(sliding_window=7)
+    )
+    query = torch.empty(5, 4, 8)
+    vllm_exact._attend_by_tokens(
+        lambda *found, **_: passed.append(found[5]), layer, query, query, query, query, given
+    )
+    (rows,), ((lengths, sizes, dtype, window),) = passed, planned
+    assert rows.seq_lens.tolist() == lengths.tolist() == [6, 7, 8, 9, 3]
+    assert rows.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5]
+    assert rows.block_table.tolist() == [[1, 2]] * 4 + [[3, 0]]
+    assert (sizes, dtype, window) == ((4, 2, 8), torch.float32, 7)
 
 
 @pytest.mark.parametrize("is_centered", [False, True])

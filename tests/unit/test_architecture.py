@@ -105,6 +105,7 @@ WALLS = {
             "adapters",
             "decoding",
             "exact",
+            "head",
             "experts",
             "fp8",
             "images",

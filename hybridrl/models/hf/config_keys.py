@@ -50,8 +50,9 @@ NEUTRAL_KEYS = frozenset({
     "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
     "hybridrl_score_token",
 })
-# fmt: on Values for which these keys do not affect results. For every key, transformers treats null
-# as "not set".
+# fmt: on
+# Values for which these keys do not affect results. For every key, transformers treats null as
+# "not set".
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),

@@ -36,6 +36,9 @@ from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import empty_features, image_features
 
 IMAGES, ROWS, DEEPSTACK = "images", "image_rows", "image_deepstack"
+# Tokens per column and row of the images in the comparison of engine and trainer; the first that
+# fits. Windows of Qwen2.5-VL have 4 x 4 tokens, and the first image has several, some in part.
+PROBED_SIZES = ((5, 6), (2, 3))
 
 
 class ImageInputs(ExtraInputs):
@@ -96,9 +99,12 @@ class ImageInputs(ExtraInputs):
     ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
         if self._directory is None:
             return tokens, ()
-        image = self.processor.content(random_image(seed, self.processor.factor))
-        room = max_tokens - image.num_tokens - 2
-        if room < 2:
+        for sides in PROBED_SIZES:
+            data = random_image(seed, self.processor.factor, *sides)
+            image = self.processor.content(data)
+            if (room := max_tokens - image.num_tokens - 2) >= 2:
+                break
+        else:
             return tokens, ()
         before, after = tokens[:room][: room // 2], tokens[:room][room // 2 :]
         start, end = (self._vision.start_token,), (self._vision.end_token,)

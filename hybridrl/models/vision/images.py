@@ -339,15 +339,16 @@ class ImageProcessor:
         return ((scaled - mean) / std).astype(np.float32)
 
 
-def random_image(seed: int, factor: int) -> bytes:
-    """Returns a PNG file of random colours, of 2 x 3 tokens unless the model enlarges it.
+def random_image(seed: int, factor: int, high: int, wide: int) -> bytes:
+    """Returns a PNG file of random colours, of high x wide tokens unless the model enlarges it.
 
     Args:
         factor: Width and height of the pixels that one token stands for.
     """
     from PIL import Image
 
-    values = np.random.default_rng(seed).integers(0, 256, (2 * factor, 3 * factor, 3), np.uint8)
+    size = high * factor, wide * factor, 3
+    values = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     target = io.BytesIO()
     Image.fromarray(values).save(target, "PNG")
     return target.getvalue()

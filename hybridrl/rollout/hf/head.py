@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from hybridrl import ops
 
 
 def compute_wide_logits(model: Any) -> None:
@@ -22,8 +23,5 @@ def compute_wide_logits(model: Any) -> None:
 
 def _wide_product(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
     weight_VD = head.weight  # read in every call, because updates may replace the parameter
-    if not hidden.is_cuda:  # torch's products on CPU have their inputs' type
-        return F.linear(hidden.float(), weight_VD.float())
-    rows = hidden.flatten(0, -2)
-    logits: Tensor = torch.mm(rows, weight_VD.T, out_dtype=torch.float32)
+    logits = ops.wide_logits(hidden.flatten(0, -2), weight_VD)
     return logits.view(*hidden.shape[:-1], -1)

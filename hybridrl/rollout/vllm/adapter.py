@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hybridrl.contracts.prompts import Content
 from hybridrl.errors import ModelError
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
@@ -26,6 +25,7 @@ from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.exact import compute_exactly
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
+from hybridrl.rollout.vllm.head import compute_wide_logits
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, PixelItems
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
@@ -94,6 +94,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             deal_experts(model, experts)
         if self._settings.is_exact:
             compute_exactly(model)
+        elif self._device.type == "cpu" and self._dtype != torch.float32:
+            compute_wide_logits(model)
         if self._shape.latent is not None and self._device.type == "cpu":
             rotate_with_torch(model, self._inputs.version)
 
@@ -168,15 +170,17 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             return
         held = {row.request.request_id for row in self._running.values()}
         waiting = [row for request_id, row in self._rows.items() if request_id not in held]
+        images = [one for row in self._running.values() for one in row.request.contents]
+        pixels = self._pixels.sizes(images) if images else {}
+        num_bytes = sum(pixels.values())
         for row in waiting[: num_held - len(held)]:
-            if row.request.contents and self._running and not self._has_room(row.request.contents):
-                break
+            if row.request.contents:
+                sizes = self._pixels.sizes(row.request.contents)
+                num_bytes += sum(size for key, size in sizes.items() if key not in pixels)
+                if self._running and num_bytes > MAX_PIXEL_BYTES:
+                    break
+                pixels |= sizes
             self._add(row)
-
-    def _has_room(self, contents: Sequence[Content]) -> bool:
-        """Whether the pixel values of a request's images fit beside those of vLLM's requests."""
-        held = [one for row in self._running.values() for one in row.request.contents]
-        return self._pixels.num_bytes([*held, *contents]) <= MAX_PIXEL_BYTES
 
     def _add(self, row: RunningRequest) -> None:
         """Passes a request to vLLM; its tokens so far become part of the prompt."""

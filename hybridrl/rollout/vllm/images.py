@@ -25,7 +25,7 @@ from hybridrl.rollout.common.settings import EngineSettings
 
 IMAGE = "image"
 MAX_IMAGES = 999  # per prompt, as in vLLM
-# Limit on the pixel values of requests that vLLM has at the same time, in host memory.
+# Limit on the pixel values of requests that one rank's vLLM has at the same time, in host memory.
 MAX_PIXEL_BYTES = 2 << 30
 
 
@@ -80,12 +80,12 @@ class PixelItems:
         self._processor, self._dtype = processor, dtype
         self._items: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
-    def num_bytes(self, contents: Iterable[Content]) -> int:
-        """Returns the bytes of the values of different images."""
+    def sizes(self, contents: Iterable[Content]) -> dict[str, int]:
+        """Returns the bytes of each different image's values, by key."""
         vision = self._processor.vision
         patch = 3 * vision.config.get("temporal_patch_size", 2) * vision.patch_size**2
-        patches = {one.key: int(one.arrays[GRID].prod()) for one in contents}
-        return sum(patches.values()) * patch * self._dtype.itemsize
+        size = patch * self._dtype.itemsize
+        return {one.key: int(one.arrays[GRID].prod()) * size for one in contents}
 
     def features_of(self, contents: Sequence[Content], num_updates: int) -> list[Any]:
         """Returns vLLM's description of a prompt's images.

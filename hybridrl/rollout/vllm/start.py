@@ -235,8 +235,9 @@ def _compute_with_live_parameters() -> None:
 def _convolve_with_live_parameters() -> None:
     """Makes CPU engines compute convolutions of gated delta nets with their live parameters.
 
-    On CPUs with AVX512-BF16, vLLM (0.32) packs their weights in place, both of the places that ask
-    for this feature belong to these convolutions (layers/utils.py, mamba/ops/cpu/gdn_attention.py).
+    On CPUs with AVX512-BF16, vLLM (0.32) packs their weights in place. Only the code of these
+    convolutions asks for this feature (layers/utils.py, mamba/ops/cpu/gdn_attention.py). The patch
+    can go when vLLM packs copies.
     """
     torch.cpu._is_avx512_bf16_supported = lambda: False
 
