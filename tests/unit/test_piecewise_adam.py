@@ -138,9 +138,11 @@ def test_the_states_of_a_checkpoint_are_found_by_parameter(dtype: torch.dtype) -
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
     cut = optimizer_state._Cut(parameter, {0: slice(0, 4)}, 0)
     described = {parameter: SimpleNamespace(key="a.weight")}
+    optimizer = SimpleNamespace(optimizer=torch.optim.AdamW([parameter]))
 
     def found(*stored: str) -> list[str]:
-        return optimizer_state._names(described, cut, {f"optimizer.state.{one}" for one in stored})
+        names = {f"optimizer.state.{one}" for one in stored}
+        return optimizer_state._names(optimizer, described, cut, names)
 
     moments = [f"{name}.a.weight" for name in MOMENTS]
     assert found("remainder.a.weight", *moments) == [REMAINDER, *MOMENTS]

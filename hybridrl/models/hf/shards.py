@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.config.wrapped_models import VISUAL, WRAPPED_PREFIX, name_in_files
+from hybridrl.config.wrapped_models import SHORT_VISUAL, VISUAL, WRAPPED_PREFIX, name_in_files
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
@@ -87,13 +87,19 @@ class KeptTensors:
         self._checkpoint = HfCheckpoint(directory)
         stored = self._checkpoint.stored_names.values()
         self.is_wrapped = any(name.startswith(WRAPPED_PREFIX) for name in stored)
-        names = passed_over(self._checkpoint.shapes, known)
-        self.shapes: dict[str, Shape] = {name: self._checkpoint.shapes[name] for name in names}
-        self.dtypes = {name: self._checkpoint.dtypes[name] for name in names}
+        # A tower that this model passes over keeps its short prefix in files.
+        self._names = {
+            stored if stored.startswith(SHORT_VISUAL) else name: name
+            for name in passed_over(self._checkpoint.shapes, known)
+            for stored in (self._checkpoint.stored_names.get(name, name),)
+        }
+        names = self._names.items()
+        self.shapes: dict[str, Shape] = {kept: self._checkpoint.shapes[n] for kept, n in names}
+        self.dtypes = {kept: self._checkpoint.dtypes[name] for kept, name in names}
 
     def read(self, name: str) -> Tensor:
         """Returns one whole tensor. Raises CheckpointError if its file is missing or damaged."""
-        with open_shard(self._checkpoint.files[name], "pt") as opened:
+        with open_shard(self._checkpoint.files[self._names[name]], "pt") as opened:
             return opened.get_tensor(name)  # type: ignore[no-any-return]
 
 
