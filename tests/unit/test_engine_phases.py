@@ -46,9 +46,13 @@ def test_a_difference_names_fp8_where_the_trainer_multiplies_in_it(
         _compare(policy, [request], [[completion]], config_of(rollout))
 
 
-@pytest.mark.parametrize(("max_tokens", "has_images"), [(24, True), (9, False)])
+# The processor shrinks the larger image from 30 tokens to 12.
+@pytest.mark.parametrize(
+    ("max_tokens", "num_tokens", "size"),
+    [(24, 12, (48, 40)), (14, 6, (24, 16)), (9, 0, None)],
+)
 def test_every_second_prompt_has_an_image_if_it_fits(
-    max_tokens: int, has_images: bool, tmp_path: Path
+    max_tokens: int, num_tokens: int, size: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     save_processor(tmp_path)
     vision = VisionShape(
@@ -60,13 +64,13 @@ def test_every_second_prompt_has_an_image_if_it_fits(
     policy: Any = SimpleNamespace(model=SimpleNamespace(source=source))
     sampler: Any = SimpleNamespace(sampling=SamplingParams(1.0, max_new_tokens=8))
     requests = _fixed_requests(sampler, policy, max_tokens)
-    assert [bool(one.contents) for one in requests] == [False, has_images] * 2
+    assert [bool(one.contents) for one in requests] == [False, num_tokens > 0] * 2
     assert all(len(one.prompt) <= max_tokens for one in requests)
     assert len({one.prompt for one in requests}) == len(requests)
     for one in requests:
         for image in one.contents:
-            assert one.prompt[image.start - 1 : image.end + 1] == (2, *[3] * 6, 4)
-            assert decoded(image.arrays["file"].tobytes()).size == (24, 16)
+            assert one.prompt[image.start - 1 : image.end + 1] == (2, *[3] * num_tokens, 4)
+            assert decoded(image.arrays["file"].tobytes()).size == size
     images = [image.key for one in requests for image in one.contents]
     assert len({*images}) == len(images)
 
