@@ -31,8 +31,8 @@ class ContextOverflow(BadRequest):
 
 
 class Limits:
-    """Admits turns while the limits of a session allow it. The caller must not use it from two
-    threads at once.
+    """Admits turns while the limits of a session allow it. Not safe for use from several threads
+    at the same time.
 
     Args:
         budgets: Limits of the session.

@@ -109,16 +109,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_5_text": Qwen3_5TextConfig(**(SIZES | HYBRID)),
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+SMALL_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1]}}
 WITH_IMAGES: dict[str, PreTrainedConfig] = {
     "qwen3_vl": Qwen3VLConfig(
-        text_config=SIZES
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 1, 1],
-            }
-        },
+        text_config=SIZES | SMALL_MROPE,
         vision_config={
             "depth": 2,
             "hidden_size": 24,
@@ -134,14 +128,7 @@ WITH_IMAGES: dict[str, PreTrainedConfig] = {
         vision_end_token_id=5,
     ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
-        text_config={key: value for key, value in SIZES.items() if key != "head_dim"}
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 1, 1],
-            }
-        },
+        text_config={key: value for key, value in SIZES.items() if key != "head_dim"} | SMALL_MROPE,
         vision_config={
             "depth": 2,
             "hidden_size": 24,
