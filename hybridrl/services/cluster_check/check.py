@@ -1,8 +1,7 @@
-"""Runs `hybridrl check --cluster`: queries every node, and reports problems. Does not import torch.
+"""Runs `hybridrl check --cluster`: queries all nodes at once, and reports problems, without torch.
 
-Who waits for whom: this process queries all nodes at the same time. It runs one command per
-question (probe.py), and waits up to ANSWER_S for each reply. A node that does not reply is reported
-as a finding; the check of the other nodes continues.
+One command per question (probe.py) has up to ANSWER_S to reply. A node that does not reply is a
+finding; the check of the other nodes continues.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ Reach = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the probe through a command. Returns the reply, with `ahead_s` added: seconds by which
-    the node's clock is ahead.
+    """Runs the probe. Returns its reply with `ahead_s`: seconds that the node's clock is ahead.
 
     Raises:
         NodeLost: The node does not reply.
@@ -88,13 +86,7 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
-    """Collects facts about the nodes, their links and their shared folder.
-
-    Args:
-        names: Names of the nodes.
-        reach: Function that asks a node a question.
-        folder: Folder in which runs are written.
-    """
+    """Collects facts about the nodes, their links and the folder in which runs are written."""
     lost: dict[str, str] = {}
 
     def all_of(nodes: Sequence[str], question: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
@@ -190,9 +182,7 @@ def check_cluster(
     """Queries the nodes, prints the facts and findings, and returns the exit code.
 
     Args:
-        hostfile: File that lists the nodes.
-        slurm: Whether to check the nodes in the current Slurm allocation.
-        ray: Address of the Ray cluster that contains the nodes.
+        hostfile, slurm, ray: The nodes: a file, the current Slurm allocation, or a Ray address.
         ssh: Program that reaches hosts, with its options.
         folder: Folder in which runs are written, on a file system that the nodes share.
         as_json: Whether to print one JSON object instead of text.
@@ -237,10 +227,9 @@ def _variables() -> dict[str, str]:
 
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the names of the nodes in a Ray cluster, and a function that asks a node a question.
+    """Yields the names of a Ray cluster's nodes, and a function that asks a node a question.
 
-    The function runs a Ray task that reserves no resources, so that other jobs can use the cluster
-    at the same time. Nodes that Ray has lost are included, but do not reply.
+    Its tasks reserve no resources. Nodes that Ray has lost are included, but do not reply.
     """
     ray = connect(address)
     try:

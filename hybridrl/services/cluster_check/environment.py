@@ -1,9 +1,4 @@
-"""Checks the installation for `hybridrl check`: versions, working functions, and how to fix
-problems.
-
-Imports torch only for the last checks. This process creates only a process group of one rank;
-separate processes run an all-reduce over GPUs (gpu_links.py).
-"""
+"""Checks the installation for `hybridrl check`: versions, working functions, and fixes."""
 
 from __future__ import annotations
 
@@ -29,12 +24,9 @@ class Item:
     """Result of one check of the environment, a line of the report.
 
     Args:
-        name: Name of the checked package or function.
         status: Result of the check. "absent" means optional and not installed.
-        found: Version, number or error that was found.
         fix: Command that fixes the problem; "" if there is none.
-        tested: Range of versions that were tested; "" for what has no version.
-        newest: Newest version that was tested.
+        tested, newest: Range of versions that were tested, and its end; "" without a version.
     """
 
     name: str
@@ -118,9 +110,7 @@ def _without(support: Support) -> list[str]:
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
-    """Returns a package's version with the hardware on which that version was tested, or with a
-    list of tested versions.
-    """
+    """Returns a version with the hardware on which it was tested, or with the tested versions."""
     known = found.partition("+")[0]  # without the local version label
     if known in tested:
         return f"{found}, tested on {tested[known]}"
@@ -162,9 +152,7 @@ def _torch_probes() -> Iterator[Item]:
 
 
 def _gpu_sum(num_gpus: int) -> Item:
-    """Runs a short all-reduce over the GPUs. If the all-reduce fails, finds the pair of GPUs that
-    fails.
-    """
+    """Runs a short all-reduce over the GPUs, and finds the pair that fails."""
     works, found = gpu_links.judge(num_gpus)
     if works:
         return Item("all-reduce", "ok", found)

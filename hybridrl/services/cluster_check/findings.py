@@ -28,9 +28,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class PairFacts:
-    """Facts about the link between two nodes over "gloo" or "nccl", with its rate in one
-    direction.
-    """
+    """The rate of the link between two nodes over "gloo" or "nccl", in one direction."""
 
     first: str
     second: str
@@ -157,9 +155,7 @@ def _differing(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
-    """Compares each clock with the median clock or, if there are only one or two nodes, with this
-    host's clock.
-    """
+    """Compares each clock with the median, or with this host's if there are one or two nodes."""
     ahead_s = sorted(node.clock_ahead_s for node in facts.nodes)
     middle = ahead_s[(len(ahead_s) - 1) // 2] if len(ahead_s) > 2 else 0.0
     for node in facts.nodes:

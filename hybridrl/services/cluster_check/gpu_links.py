@@ -1,8 +1,7 @@
 """Runs a short all-reduce over this host's GPUs, and finds GPUs and pairs of GPUs that fail.
 
-`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` uses only the given GPUs. This
-process starts one process per GPU, and kills all of them if one fails or the time limit expires.
-Only the started processes import torch.
+`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` uses only the given GPUs. One
+process runs per GPU; all are killed if one fails or the time limit expires.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """The result of an all-reduce.
-
-    Args:
-        gb_per_s: Gigabytes per rank divided by seconds; None if the all-reduce failed.
-        fault: Error message; "" if there was no error.
-    """
+    """The GB/s of an all-reduce (gigabytes per rank divided by seconds), or its error."""
 
     gb_per_s: float | None
     fault: str = ""
@@ -80,9 +74,7 @@ def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum
 
 
 def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
-    """Returns whether an all-reduce over all GPUs works, and text with its rate or the failing
-    pairs.
-    """
+    """Returns whether an all-reduce over all GPUs works, and its rate or the failing pairs."""
     together = reduce(range(count), TOGETHER_S)
     if not together.fault:
         if count == 1:
@@ -145,9 +137,7 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one rank of an all-reduce, or starts an all-reduce over the given GPUs. Returns the exit
-    code.
-    """
+    """Runs one rank, or starts an all-reduce over the given GPUs. Returns the exit code."""
     if arguments[:1] == ["--rank"]:
         device, gpu, rank, size, store = arguments[1:]
         try:

@@ -1,8 +1,6 @@
 """Measures links over gloo or NCCL, by all-reduces and by messages between pairs.
 
-Who waits for whom: every rank calls `measure` with the same arguments except for its rank. Ranks
-that have no peer in a round wait for the other ranks at a barrier. Only functions that take
-measurements import torch.
+Every rank calls `measure`; ranks without a peer in a round wait at a barrier.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ REPEATS = 3
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Arranges all pairs of `count` ranks in rounds, so that each rank occurs at most once per
-    round (circle method).
-    """
+    """Arranges all pairs of ranks in rounds with each rank at most once (circle method)."""
     players = list(range(count + count % 2))
     found = []
     for _ in range(max(0, len(players) - 1)):
@@ -36,12 +32,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any]:
-    """Measures links between ranks over gloo, and over NCCL between the first GPUs of the ranks.
-
-    Args:
-        store: Store that all ranks share.
-        has_gpus: Whether torch can use a GPU on this rank. NCCL is measured only if all ranks have
-            a GPU.
+    """Measures links between ranks over gloo, and over NCCL if every rank has a GPU.
 
     Returns:
         `all_reduce`: [backend, GB/s, error]; `pairs`: [first, second, backend, GB/s] for each pair
@@ -93,9 +84,7 @@ def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, st
 
 
 def _rate(group: ProcessGroup, backend: str, rank: int, other: int, source: int, tag: int) -> float:
-    """Returns the GB/s of messages from `source` to its peer. The peer acknowledges each message
-    with one byte.
-    """
+    """Returns the GB/s of messages from `source`. The peer acknowledges each with one byte."""
     import torch
     from torch import distributed as dist
 

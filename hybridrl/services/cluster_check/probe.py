@@ -1,11 +1,8 @@
 """Answers one question about this node for `hybridrl check --cluster`, as JSON on stdout.
 
-The question is one line of JSON on stdin: the name of a function in QUESTIONS, and its arguments.
-PREFIX marks the answer, because libraries also print to stdout.
-
-Who waits for whom: in `facts`, a node waits up to CONNECT_S for all other nodes to connect. In
-`meet`, nodes wait for each other's files and in collectives. Only functions that take measurements
-import torch.
+The question is one line of JSON on stdin: a name in QUESTIONS, and its arguments. PREFIX marks the
+answer, because libraries also print to stdout. In `facts`, nodes wait up to CONNECT_S for all
+others to connect; in `meet`, they wait for each other's files and in collectives.
 """
 
 from __future__ import annotations
@@ -47,11 +44,8 @@ class GpuFacts:
     """Facts about one GPU from nvidia-smi and a short measurement.
 
     Args:
-        index: Index in nvidia-smi.
-        ecc_errors: Number of uncorrected memory errors since the node started; None if they are not
-            counted.
+        ecc_errors: Uncorrected memory errors since the node started; None if not counted.
         tflops: Rate of a bf16 matrix product in TFLOP/s; None if not measured.
-        fault: Error on the GPU; "" if there is none.
     """
 
     index: int
@@ -107,13 +101,11 @@ class NodeFacts:
 
 
 def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -> dict[str, Any]:
-    """Collects the NodeFacts of this node. Leaves a file in the run folder for other nodes to find.
+    """Collects this node's NodeFacts. Leaves a file in the run folder for other nodes to find.
 
     Args:
-        node: Name of this node, as in the hostfile.
-        peers: Names of the other nodes.
+        node, peers: Names of this node and the others, as in the hostfile.
         port: Port on which every node listens during the check.
-        folder: Folder in which runs are written.
         token: Unique name for this check, used in file names.
     """
     addresses = {peer: _resolved(peer) for peer in peers}
@@ -174,13 +166,9 @@ def meet(
     """Checks which nodes' files are visible in the run folder, and measures links.
 
     Args:
-        names: Names of the nodes that could write to the folder.
-        rank: Number of this node.
-        address, port: Address and port of the store, which is on the first node.
+        names: Nodes that could write to the folder; `rank` is the number of this one.
+        address, port: Place of the store, on the first node.
         has_links: Whether to measure links; must be the same on all nodes.
-
-    Returns:
-        `unseen` (nodes whose files are not visible), and the result of `links.measure`.
     """
     files = {name: _file(folder, token, name) for name in names}
     deadline = time.monotonic() + SEEN_S

@@ -1,8 +1,6 @@
 """Manages connections to node.py on the machines of a job, and ends the job. Does not import torch.
 
-Who waits for whom: this process waits for node.py on every machine, and node.py waits for the ranks
-on its machine. If ranks on one machine fail or the connection to it is lost, the other machines are
-ended within KILL_AFTER_S.
+If ranks on one machine fail or the connection to it is lost, the others end within KILL_AFTER_S.
 """
 
 from __future__ import annotations
@@ -32,12 +30,7 @@ OUTPUT_S = 1.0  # time to read the remaining output of a process that has ended
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of a job.
-
-    Args:
-        name: Name for ssh, or address for Ray.
-        slots: Number of ranks that the machine can run.
-    """
+    """A machine of a job: its name for ssh or address for Ray, and the ranks that it can run."""
 
     name: str
     slots: int
@@ -50,7 +43,6 @@ class NodeOutput:
         self._held = b""
 
     def take(self, block: bytes) -> None:
-        """Processes a block of output."""
         shown, mark, rest = (self._held + block).partition(MARK)
         self._held = mark + rest
         if shown:
@@ -105,12 +97,7 @@ class Connection(ABC):
 
 
 class ProcessConnection(Connection):
-    """A connection through a local process, such as ssh.
-
-    Args:
-        command: Command that runs node.py on the host.
-        order: Order to send to the host.
-    """
+    """A connection through a local process: `command` runs node.py on the host."""
 
     def __init__(self, host: Host, command: Sequence[str], order: Order) -> None:
         super().__init__(host)
@@ -129,27 +116,23 @@ class ProcessConnection(Connection):
             self._output.take(block)
 
     def tell(self, line: bytes) -> None:
-        """Writes a line to node.py, if it still runs."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):  # the process has ended; `poll` returns its code
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Closes the stdin of node.py, which ends its ranks."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
 
     def poll(self) -> int | None:
-        """Returns the exit code; None while node.py runs."""
         if self.code is None and (code := self._process.poll()) is not None:
             self._reader.join(OUTPUT_S)
             self.code, self.outcome = code, self._output.outcome()
         return self.code
 
     def kill(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.wait()
         self.poll()
@@ -158,14 +141,10 @@ class ProcessConnection(Connection):
 def wait_for_nodes(
     nodes: Sequence[Connection], received: list[int], look: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until all machines are done, or until one has failed and the others have had time to
-    report.
+    """Waits until all machines are done, or until one has failed and the others could report.
 
-    Forwards signals to the machines.
-
-    Args:
-        received: Signals that this process has received. Signals may be appended during the call.
-        look: Function that is called every POLL_S seconds.
+    Forwards the signals in `received`, which may grow during the call, and calls `look` every
+    POLL_S.
     """
     deadline, num_sent = float("inf"), 0
     while None in [node.poll() for node in nodes]:
@@ -183,9 +162,7 @@ def wait_for_nodes(
 
 
 def _time_left_s(nodes: Sequence[Connection]) -> float:
-    """Returns how many seconds ranks have left to end by themselves, given the machines that have
-    ended.
-    """
+    """Returns how many seconds the remaining ranks have left to end by themselves."""
     lefts = [float("inf")]
     for node in nodes:
         if node.code is None:
@@ -226,22 +203,19 @@ class NodesEnd:
 
 
 def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool) -> NodesEnd:
-    """Prints and returns how the job ended.
+    """Prints and returns how the job ended. All connections have ended.
 
     Args:
-        nodes: Connections, all of which have ended.
-        log_dir: Folder of the run's logs.
-        is_stopped: Whether the launcher has asked ranks to stop. Calls of `end_nodes` do not count,
-            because they end the remaining machines after one is lost.
+        is_stopped: Whether the launcher has asked ranks to stop. `end_nodes` after a loss does not
+            count.
     """
     outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
     silent = [node for node in nodes if node.outcome is None]
     if silent and not is_stopped:
         outcome = replace(outcome, stopped_by=0)
     code = conclude(outcome, log_dir)
-    cut_off = [
-        node for node in silent if node.code != 2
-    ]  # code 2: the machine has printed a UserError
+    # Code 2: the machine has printed a UserError.
+    cut_off = [node for node in silent if node.code != 2]
     for node in cut_off:
         say(f"hybridrl: the connection to host {node.host.name} {node.how}")
     has_refused = len(cut_off) < len(silent)

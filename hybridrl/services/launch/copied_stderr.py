@@ -25,23 +25,16 @@ class CopiedStderr:
         self._thread: threading.Thread | None = None
 
     def start(self, source: IO[bytes], log: Path) -> None:
-        """Starts copying."""
         self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
         self._thread.start()
 
     def finish(self, is_gone: bool) -> None:
-        """Waits a limited time until everything has been copied.
-
-        The time is limited because stderr may stay open: in child processes of the rank, or in the
-        rank itself if it was killed but still exists.
-        """
+        """Waits until all is copied, for a limited time: child processes may keep stderr open."""
         if self._thread is not None:
             self._thread.join(END_S if is_gone else READ_S)
 
     def _copy(self, source: IO[bytes], log: Path) -> None:
-        """Copies until stderr ends, even after write errors, because a rank whose pipe is full
-        would block forever.
-        """
+        """Copies until stderr ends, even after write errors: a full pipe would block the rank."""
         with log.open("ab", buffering=0) as file:
             while block := os.read(source.fileno(), 65536):
                 try:

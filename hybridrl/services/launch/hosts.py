@@ -1,7 +1,6 @@
 """Connects to hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch.
 
-Reads the hostfile, and checks all hosts before any rank starts. Hosts must share the working
-folder, the Python environment and the run folder.
+Hosts must share the working folder, the Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ PROBE = (
 def read_hostfile(file: Path) -> list[Host]:
     """Reads hosts from a file in MPI's format: `name slots=N` per line, `#` for comments.
 
-    A host without `slots=` has one slot. If several lines name the same host, their slots are
-    added.
+    A host without `slots=` has one slot. Slots of several lines for the same host are added.
 
     Raises:
         UserError: The file cannot be read.
-        ConfigError: Some lines are invalid, or no line names a host; the error lists all problems.
+        ConfigError: Some lines are invalid, or no line names a host.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -69,11 +67,13 @@ def read_hostfile(file: Path) -> list[Host]:
         found = re.fullmatch(r"slots\s*=\s*(\S+)", " ".join(rest)) if rest else None
         count = "1" if not rest else found[1] if found else ""
         if name.startswith(("-", "slots=")) or not re.fullmatch(r"[1-9][0-9]{0,5}", count):
-            allowed = (
-                "name slots=N, N an integer of at least 1" if count or name else "name slots=N"
-            )
             wrong.append(
-                UserError(f"{file}, line {number}", text, allowed, "Correct or remove the line.")
+                UserError(
+                    f"{file}, line {number}",
+                    text,
+                    "name slots=N, N an integer of at least 1",
+                    "Correct or remove the line.",
+                )
             )
             continue
         slots[name] = slots.get(name, 0) + int(count)
@@ -85,13 +85,7 @@ def read_hostfile(file: Path) -> list[Host]:
 
 
 def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> list[Share]:
-    """Assigns consecutive ranks to each host. Hosts without ranks are left out.
-
-    Args:
-        hosts: Hosts in rank order. Their slots must suffice for all ranks.
-        world_size: Number of ranks.
-        address, port: Address and port of the job's store, which is on the first host.
-    """
+    """Assigns consecutive ranks to hosts in rank order. Hosts without ranks are left out."""
     found, first = [], 0
     for host in hosts:
         if count := min(host.slots, world_size - first):
@@ -104,8 +98,7 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
     """Checks that all hosts can be reached, and that their installation matches this host.
 
     Raises:
-        UserError: The first of several hosts has a loopback name.
-        ConfigError: Some hosts fail the check; the error lists these hosts.
+        UserError, ConfigError: The first host has a loopback name, or hosts fail the check.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         raise UserError(
@@ -176,12 +169,7 @@ def forwarded() -> dict[str, str]:
 
 
 class SshCluster:
-    """The hosts in a hostfile, as the `Cluster` of a `HostsJob`.
-
-    Args:
-        hosts: Hosts in rank order.
-        ssh: The ssh program with its options.
-    """
+    """The hosts in a hostfile, in rank order, as the `Cluster` of a `HostsJob`."""
 
     def __init__(self, hosts: Sequence[Host], ssh: Sequence[str]) -> None:
         self._hosts, self._ssh = hosts, ssh
@@ -204,7 +192,5 @@ class SshCluster:
 
 
 def any_port() -> int:
-    """Returns a random port for the job's store. If the port is in use, rank 0's host reports an
-    error.
-    """
+    """Returns a random port for the job's store. Rank 0's host reports a port that is in use."""
     return random.SystemRandom().randrange(*PORTS)

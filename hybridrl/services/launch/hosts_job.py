@@ -1,14 +1,10 @@
-"""Runs ranks on several hosts, and restarts them after hosts or ranks are lost. Does not import
-torch.
+"""Runs ranks on several hosts, and restarts them after losses. Does not import torch.
 
-Decides which hosts participate; the `Cluster` (hosts.py, ray_cluster.py) connects to them. A host
-counts as lost when the connection to it breaks. The job then checks the host once, and continues
-without it if it does not respond. If no layout fits the remaining hosts, the job waits up to BACK_S
-for lost hosts. While a job runs with fewer ranks than at first, the cluster is checked every
-ASK_EVERY_S. As soon as more ranks can train, the ranks save, end and restart on more hosts.
-
-If a job may restart, a host ends its ranks when it has received nothing for LEASE_S (node.py), so
-that ranks from two starts never train at the same time.
+A host counts as lost when the connection to it breaks. The job checks it once, and continues
+without it if it does not respond. If no layout fits, the job waits up to BACK_S for lost hosts.
+While fewer ranks run than at first, the cluster is checked every ASK_EVERY_S; as soon as more ranks
+can train, the ranks save, end and restart on more hosts. Hosts end their ranks after LEASE_S of
+silence (node.py), so that ranks from two starts never train at the same time.
 """
 
 from __future__ import annotations
@@ -51,9 +47,7 @@ class Cluster(Protocol):
         """Starts node.py on a host."""
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the hosts that can run ranks now, in rank order. Hosts in `down` are checked
-        first.
-        """
+        """Returns the hosts that can run ranks now, in rank order. Checks those in `down` first."""
 
     def close(self) -> None:
         """Waits until all processes from all starts are gone."""
@@ -63,12 +57,9 @@ class HostsJob:
     """Ranks on several hosts, as an `ElasticJob`.
 
     Args:
-        hosts: Hosts in the cluster when the job starts.
-        parts: Ranks of each host at the first start, in the order of `hosts`. If this list is
-            shorter than `hosts`, the remaining hosts have no ranks.
+        parts: Ranks of the first hosts at the first start; the other hosts have none.
         port: Port for the job's store; None for any port.
-        fits: Function that returns whether a given number of ranks can train the run. None if the
-            job never restarts.
+        fits: Whether a number of ranks can train the run. None if the job never restarts.
     """
 
     def __init__(
@@ -90,12 +81,10 @@ class HostsJob:
 
     @property
     def where(self) -> str:
-        """Text that describes the ranks and hosts of the next start."""
         names = ", ".join(host.name for host in self._used)
         return f"{self._parts[0].world_size} ranks on {names}"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks on all hosts and waits for them."""
         variables = {**forwarded(), **environment}
         nodes: list[Connection] = []
         size = self._parts[0].world_size
@@ -126,10 +115,7 @@ class HostsJob:
         return End(end.code, "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses hosts and ranks for the next start.
-
-        Returns False if a signal arrived, or if too few hosts returned within BACK_S.
-        """
+        """Chooses the next start's hosts and ranks; False after a signal or BACK_S."""
         if comes_back:
             self._left_out, self._futile = {}, {}
         else:
@@ -155,7 +141,6 @@ class HostsJob:
             time.sleep(WAIT_S)
 
     def close(self) -> None:
-        """Waits until all processes from all starts are gone."""
         self._cluster.close()
 
     def _ask(self) -> list[Host]:
@@ -169,9 +154,7 @@ class HostsJob:
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:
-        """Plans the next start with as many ranks as the hosts can run. Returns False if they can
-        run none.
-        """
+        """Plans a start with as many ranks as the hosts can run; False if they can run none."""
         size, used = next(self._layouts(hosts), (0, []))
         if not size:
             return False
@@ -182,7 +165,7 @@ class HostsJob:
         return True
 
     def _layouts(self, hosts: Sequence[Host]) -> Iterator[tuple[int, list[Host]]]:
-        """Yields all numbers of ranks that can train, largest first, each with the hosts to use.
+        """Yields all numbers of ranks that can train, largest first, with their hosts.
 
         All hosts that are used have the same number of ranks.
         """
@@ -199,11 +182,7 @@ class HostsJob:
 class NodesWatch:
     """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run.
 
-    Args:
-        nodes: Connections to hosts. More may be added later.
-        has_lease: Whether hosts end their ranks if they receive no keep-alive messages.
-        is_wider: Function that checks whether more ranks can run. This function may be slow. None
-            if all hosts participate.
+    `nodes` may grow later. `is_wider` may be slow; None if all hosts participate.
     """
 
     def __init__(

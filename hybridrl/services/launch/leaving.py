@@ -1,11 +1,8 @@
-"""Tracks ended processes that still hold memory, and makes new ranks wait for them. Does not import
-torch.
+"""Makes new ranks wait for ended processes that still hold memory. Does not import torch.
 
-Who waits for whom: a rank waits in `wait_for_gate` for its launcher, and the launcher waits for the
-processes of earlier starts. The kernel takes seconds to free a rank's page-locked host memory and
-GPU memory. The launcher knows the exit code of a killed rank before the rank's memory is free, so
-ranks of the next start can already import modules in the meantime. Invariant: a rank neither
-allocates GPU memory nor reads a copy of the state until all processes from earlier starts are gone.
+The kernel takes seconds to free a killed rank's page-locked and GPU memory. Ranks of the next start
+import modules in the meantime, then wait in `wait_for_gate`. Invariant: a rank neither allocates
+GPU memory nor reads a copy of the state until all processes from earlier starts are gone.
 """
 
 from __future__ import annotations
@@ -19,21 +16,15 @@ from pathlib import Path
 
 from hybridrl.console import say
 
-GATE_FD = (
-    "HYBRIDRL_GATE_FD"  # descriptor of a pipe that closes when the ranks of earlier starts are gone
-)
+GATE_FD = "HYBRIDRL_GATE_FD"  # Descriptor of a pipe that closes when earlier ranks are gone.
 EXIT_CODE = 49  # Index in /proc/PID/stat, where 0 is the state (proc(5), field 52).
 SLOW_S = 30.0  # A message names processes that need longer to free their memory.
 
 
 def is_killed(pid: int) -> bool:
-    """Whether a process has received SIGKILL and executes no more code.
+    """Whether a child that has not been reaped has received SIGKILL and executes no more code.
 
-    Linux reports the SIGKILL before it frees the process's memory. Returns False on systems other
-    than Linux.
-
-    Args:
-        pid: Id of a child process that has not been reaped yet.
+    Linux reports this before it frees the process's memory. False on other systems.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -62,9 +53,7 @@ class Leaving:
                 process.wait()
 
     def gate(self) -> int | None:
-        """Returns the descriptor for GATE_FD, which the caller must close; None if all processes
-        are gone.
-        """
+        """Returns the descriptor for GATE_FD, to be closed by the caller; None if all are gone."""
         self._processes = [one for one in self._processes if one[1].poll() is None]
         if not self._processes:
             return None
@@ -81,10 +70,7 @@ class Leaving:
 
 
 def wait_for_gate() -> None:
-    """Waits until the ranks of earlier starts are gone. Must be called before a rank uses its GPU.
-
-    If the launcher ends, this process ends too (`launch.die_with_launcher`).
-    """
+    """Waits until the ranks of earlier starts are gone, before a rank uses its GPU."""
     if (descriptor := os.environ.pop(GATE_FD, None)) is not None:
         with os.fdopen(int(descriptor), "rb") as pipe:
             pipe.read()

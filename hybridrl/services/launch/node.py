@@ -1,12 +1,9 @@
-"""Runs the ranks on one machine of a job that `hybridrl launch --hostfile` or `--ray` started. Does
-not import torch.
+"""Runs the ranks of one machine for `hybridrl launch --hostfile` or `--ray`, without torch.
 
-The launching command controls this process through stdin. The first line is an `Order` as JSON.
-Each further line is the number of a signal to send to the ranks, or 0 to keep the connection alive.
-When stdin ends, the ranks are ended immediately, because the launching command is gone or another
-machine failed. After the first 0, the ranks are also ended if no line arrives for LEASE_S, because
-the network may be cut and the job may have restarted elsewhere. The last output on stdout, after
-MARK, is the `Outcome` of the ranks as JSON.
+The first line on stdin is an `Order` as JSON. Each further line is the number of a signal to send
+to the ranks, or 0 to keep the connection alive. The ranks are ended when stdin ends, and after the
+first 0 also if no line arrives for LEASE_S, because the job may have restarted elsewhere. The last
+output on stdout, after MARK, is the `Outcome` of the ranks as JSON.
 """
 
 from __future__ import annotations
@@ -33,14 +30,10 @@ MARK = b"\0"
 
 @dataclass(frozen=True)
 class Order:
-    """What the launcher tells one machine to run.
+    """What the launcher tells one machine to run: Python with `command` in each rank.
 
-    Args:
-        share: Ranks that the machine starts.
-        command: Arguments for Python in each rank.
-        log_dir: Folder for the run's logs, shared by all machines.
-        environment: Environment variables for the ranks. The variables are sent over stdin because
-            they may contain API keys, and other users could read a command line.
+    The environment is sent over stdin because it may contain API keys, and other users could read
+    a command line.
     """
 
     share: Share
@@ -75,10 +68,7 @@ def main() -> int:
     except UserError as error:
         say(str(error))
         return 2
-    with (
-        suppress(OSError),
-        os.fdopen(os.dup(1), "wb") as stdout,
-    ):  # the launching command may be gone
+    with suppress(OSError), os.fdopen(os.dup(1), "wb") as stdout:  # the launcher may be gone
         stdout.write(MARK + json.dumps(asdict(outcome)).encode())
     return 0
 
@@ -99,7 +89,7 @@ def _obey(received: list[int]) -> None:
 
 
 def _read_line() -> bytes:
-    """Reads one line from stdin without buffering. Returns an empty line at the end of stdin."""
+    """Reads one line from stdin without buffering; an empty line at its end."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):

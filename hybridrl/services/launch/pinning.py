@@ -1,7 +1,4 @@
-"""Chooses settings once, so that they are the same on all ranks: hub commits and the layout.
-
-Imports torch only under torchrun.
-"""
+"""Fixes hub commits and the layout for all ranks. Imports torch only under torchrun."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # passes hub names and commits to the ranks, a
 
 
 def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Returns the config with its layout filled in, and the chosen values as overrides for the
-    ranks.
-
-    Called by the process that starts the ranks.
-    """
+    """Returns the config with its layout, and the chosen values as overrides for the ranks."""
     # Ranks receive the layout from rank 0 or from the launcher.
     if is_rank():
         return config, []
@@ -57,8 +50,7 @@ def fits_on(config: Config, world_size: int) -> bool:
 def with_commits(config: Config) -> Config:
     """Returns the config with every hub name pinned to a commit.
 
-    The launcher resolves the commits and passes them to its ranks. Under torchrun, rank 0 resolves
-    the commits.
+    The launcher resolves the commits for its ranks; under torchrun, rank 0 does.
     """
     if is_launched():
         return with_names(config, names_from_json(os.environ[HUB_NAMES]))

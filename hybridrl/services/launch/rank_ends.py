@@ -1,9 +1,4 @@
-"""Reports how the ranks of a job ended. Does not import torch.
-
-Outcomes from several machines are merged, so that the report is the same as for one machine. The
-exit code is 0 for success, 2 for a user's mistake, 128 plus the signal's number if a signal stopped
-the job, and otherwise 1.
-"""
+"""Reports how the ranks of a job ended, on one or several machines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -88,9 +83,8 @@ class Outcome:
 def lost_ranks(outcome: Outcome) -> list[int]:
     """Returns the ranks that were killed by a signal or stopped sending heartbeats.
 
-    Returns [] if a rank failed with its own error, because the error would recur. After a SIGKILL,
-    which always comes from outside the job, errors of other ranks do not count, because they only
-    report broken connections.
+    Returns [] if a rank failed with its own error, which would recur. After a SIGKILL, which comes
+    from outside, errors of other ranks do not count: they report broken connections.
     """
     culprits = [rank for rank in outcome.ranks if rank.index in outcome.culprits]
     killed = [rank.index for rank in culprits if rank.code < 0]
@@ -106,12 +100,9 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Whether ranks on this node were lost. Used if each node decides separately whether to
-    restart.
+    """Whether ranks on this node were lost, if each node decides separately whether to restart.
 
-    A rank on another node may have failed earlier, with its own error. That rank's error file is in
-    the shared log folder. After a SIGKILL, an error file does not count, because it may only report
-    a broken connection.
+    A rank on another node may have failed earlier; its error file is in the shared log folder.
     """
     if not lost_ranks(outcome):
         return False
@@ -135,11 +126,7 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _report(outcome: Outcome, log_dir: Path) -> int:
-    """Prints which rank failed first and why, and appends this message to the logs of the other
-    ranks.
-
-    Returns the exit code.
-    """
+    """Prints which rank failed first and why, also to the other ranks' logs; returns the code."""
     ranks = {rank.index: rank for rank in outcome.ranks}
     culprits = [ranks[index] for index in outcome.culprits]
     mistaken = [rank for rank in culprits if rank.code == 2]
@@ -200,9 +187,7 @@ def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
 
 
 def _append(rank: EndedRank, message: str) -> str | None:
-    """Appends a message to a rank's log. Returns an error text if the log cannot be written, else
-    None.
-    """
+    """Appends a message to a rank's log. Returns the error if the log cannot be written."""
     try:
         with Path(rank.log).open("a") as file:
             print(message, file=file)
@@ -212,9 +197,7 @@ def _append(rank: EndedRank, message: str) -> str | None:
 
 
 def _tail(rank: EndedRank) -> str:
-    """Returns the last lines of a rank's log; "" for rank 0, because the console already shows its
-    output.
-    """
+    """Returns the last lines of a rank's log; "" for rank 0, whose output is on the console."""
     if rank.index == 0:
         return ""
     return "\n".join(Path(rank.log).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

@@ -1,9 +1,7 @@
-"""Opens a rank's log, for all output under torchrun and for stacks that a signal requests. Does not
-import torch.
+"""Opens a rank's log, for output under torchrun and for stacks. Does not import torch.
 
-hybridrl's launcher redirects the output of its ranks to their logs. Under torchrun, a rank opens
-its own log in the run folder. A separate process (tee) copies the rank's output to the log, so that
-messages from a crash are not lost.
+hybridrl's launcher redirects output itself. Under torchrun, a separate process (tee) copies the
+rank's output to the log, so that messages from a crash are not lost.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ TEE = 'trap "" HUP INT TERM USR1 PIPE; exec tee -a "$0"'
 
 
 def log_to(folder: Path) -> None:
-    """Copies stderr, and on all ranks but rank 0 also stdout, to `folder/rank_N.log`.
-
-    The run itself logs rank 0's steps. If the log cannot be opened, output is written only to the
-    console.
-    """
+    """Copies stderr, and on all ranks but rank 0 also stdout, to `folder/rank_N.log`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"rank_{os.environ['RANK']}.log"
@@ -60,9 +54,7 @@ def log_to(folder: Path) -> None:
 
 
 def write_stacks_on_signal() -> None:
-    """Makes STACKS_SIGNAL write this rank's Python stacks to its log, or to stderr if it has no
-    log.
-    """
+    """Makes STACKS_SIGNAL write this rank's Python stacks to its log, or else to stderr."""
     file = rank_file(".log")
     try:
         out = sys.stderr if file is None else file.open("a")  # stays open until the process ends

@@ -16,10 +16,7 @@ REPORT = "report.json"
 
 
 def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
-    """Runs `hybridrl ARGUMENTS` as local ranks.
-
-    Returns the report that the ranks wrote, or their exit code if they failed.
-    """
+    """Runs `hybridrl ARGUMENTS` as local ranks. Returns their report, or the code of a failure."""
     log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
     code = launch(arguments, world_size, log_dir)
     report: dict[str, Any] = {}
@@ -31,9 +28,7 @@ def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any]
 
 
 def leave_for_parent(report: dict[str, Any]) -> bool:
-    """Writes the report for the parent process. Returns False if no parent process expects a
-    report.
-    """
+    """Writes the report for the parent process; returns False if none expects it."""
     file = rank_file(".log")
     if file is None or not is_launched():
         return False

@@ -1,9 +1,7 @@
-"""Runs ranks on the nodes of a Ray cluster, for `hybridrl launch --ray`. Does not import torch;
-imports Ray only when it is used.
+"""Runs ranks on the nodes of a Ray cluster, for `hybridrl launch --ray`. Does not import torch.
 
-An actor on each node runs node.py, as ssh does for a hostfile; node.py runs the ranks. If an actor
-is lost, its node is considered lost until the node responds again. Nodes must share the working
-folder, the Python environment and the run folder.
+An actor on each node runs node.py. If it is lost, its node is considered lost until the node
+responds again. Nodes must share the working folder, the Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ INSTALL = "pip install 'hybridrl[ray]'"
 
 
 class NodeActor:
-    """Runs node.py on a Ray node.
-
-    Args:
-        folder: Working folder of node.py.
-    """
+    """Runs node.py on a Ray node, in a working folder."""
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(
@@ -87,12 +81,7 @@ class NodeActor:
 
 
 class RayConnection(Connection):
-    """A connection to a node.py process that an actor runs.
-
-    Args:
-        actor: Handle of the actor.
-        order: Order for node.py.
-    """
+    """A connection to a node.py process that an actor runs."""
 
     def __init__(self, host: Host, actor: Any, order: Order) -> None:
         super().__init__(host)
@@ -101,15 +90,12 @@ class RayConnection(Connection):
         self._asked, self._since = actor.poll.remote(), time.monotonic()
 
     def tell(self, line: bytes) -> None:
-        """Writes a line to node.py."""
         self._actor.tell.remote(line)
 
     def close(self) -> None:
-        """Closes the stdin of node.py, which ends its ranks."""
         self._actor.tell.remote(b"")
 
     def poll(self) -> int | None:
-        """Returns the exit code; None while node.py runs."""
         import ray
 
         if self.code is not None:
@@ -135,7 +121,6 @@ class RayConnection(Connection):
         return self.code
 
     def kill(self) -> None:
-        """Kills the actor, which ends node.py."""
         import ray
 
         ray.kill(self._actor)
@@ -143,7 +128,6 @@ class RayConnection(Connection):
 
     @property
     def how(self) -> str:
-        """Text that describes how node.py ended."""
         return f"was lost: {self._fault}" if self._fault else super().how
 
 
@@ -152,8 +136,7 @@ class RayCluster:
 
     Args:
         address: HOST:PORT of the cluster, or "auto".
-        has_gpus: Whether each rank reserves a GPU if the cluster has GPUs. If false, each rank
-            reserves a CPU.
+        has_gpus: Whether each rank reserves a GPU if the cluster has GPUs, otherwise a CPU.
 
     Raises:
         UserError: Ray is not installed, the cluster does not respond, or the installation on a node
@@ -180,9 +163,7 @@ class RayCluster:
         return self.unit == "GPU"
 
     def lost_nodes(self) -> str:
-        """Returns text about the nodes that Ray has lost, to append to a message; empty if there
-        are none.
-        """
+        """Returns text about nodes that Ray has lost, to append to a message."""
         lost = dead_nodes(self._ray.nodes())
         named = ", ".join(f"{address} ({why})" for address, why in lost.items())
         return f"; Ray lost {named}" if named else ""
@@ -204,10 +185,7 @@ class RayCluster:
         return self._connections[-1]
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the nodes with free slots, sorted by the number of slots, largest first.
-
-        Nodes that are new or were lost are checked first.
-        """
+        """Returns the nodes with free slots, most slots first. Checks new and lost nodes first."""
         try:
             for name, error in self._ask_new(down).items():
                 if name not in down:  # nodes that are down are checked repeatedly
@@ -228,11 +206,7 @@ class RayCluster:
         return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
     def _ask_new(self, down: Set[str]) -> dict[str, UserError]:
-        """Checks nodes that are new or were lost, and records those whose installation matches this
-        host.
-
-        Returns the errors for all other nodes, by address.
-        """
+        """Checks nodes that are new or were lost. Returns the errors of those that do not match."""
         alive = alive_nodes(self._ray.nodes())
         kept = {n: i for n, i in self._ids.items() if alive.get(n) == i and n not in down}
         asked = [n for n, i in alive.items() if n not in kept and self._refused.get(n) != i]
@@ -270,8 +244,7 @@ class RayCluster:
         return wrong
 
     def _free(self) -> dict[str, int]:
-        """Returns how many slots on each node this job may use: free slots, and slots that the job
-        already uses.
+        """Returns how many slots on each node this job may use, including those it already uses.
 
         For a moment after an actor has ended, Ray still reports its slots as used.
         """
@@ -299,13 +272,7 @@ def alive_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the reason that Ray gives for each lost node, by address.
-
-    Nodes that were stopped, or that have returned, are left out.
-
-    Args:
-        nodes: Result of `ray.nodes()`.
-    """
+    """Returns Ray's reason for each lost node, by address, without those stopped or returned."""
     alive = alive_nodes(nodes)
     return {
         node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "it does not answer"

@@ -1,10 +1,9 @@
 """Restarts the ranks of a run after ranks or hosts are lost. Does not import torch.
 
-After a restart, the ranks continue from the newest state with the same batches. A rank is lost if
-an unexpected signal ends it, if it stops sending heartbeats, or if its host fails. A rank's own
-error does not cause a restart, because the error would recur. If a start loses a rank before its
-first step, the next start leaves that rank out; after another loss, all ranks are tried again. An
-`ElasticJob` chooses where ranks run: on one host (here) or on several hosts (hosts_job.py).
+Restarted ranks continue from the newest state with the same batches. A rank is lost if an
+unexpected signal ends it, if its heartbeats stop, or if its host fails; its own error causes no
+restart, because it would recur. If a start loses a rank before its first step, the next start
+leaves that rank out; after another loss, all ranks are tried again.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ from hybridrl.services.launch.rank_ends import conclude, lost_ranks
 
 @dataclass(frozen=True)
 class End:
-    """Describes how one start of a job ended.
-
-    `kind` is "lost" if ranks were lost, "wider" if ranks saved and ended because more ranks can
-    run, and otherwise "over".
-    """
+    """How one start of a job ended: "wider" if ranks saved and ended because more can run."""
 
     code: int
     kind: Literal["over", "lost", "wider"]
@@ -47,12 +42,11 @@ class ElasticJob(Protocol):
         """Runs `hybridrl ARGUMENTS` in every rank, and waits for all ranks."""
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the ranks for the next start after a loss. Returns whether a start is possible.
+        """Chooses the ranks for the next start after a loss. Returns whether one is possible.
 
         Args:
-            comes_back: Whether to try all ranks again, including ranks that were lost before.
-            received: Signals that this process has received. A signal during the call ends the
-                wait.
+            comes_back: Whether to try ranks again that were lost before.
+            received: Signals to this process, any of which ends a wait.
         """
 
     def close(self) -> None:
@@ -60,11 +54,7 @@ class ElasticJob(Protocol):
 
 
 class ElasticLaunch:
-    """Starts and restarts the ranks of a run. Called with the same arguments as `launch`.
-
-    Args:
-        max_restarts: Maximum number of restarts.
-    """
+    """Starts and restarts the ranks of a run. Called with the same arguments as `launch`."""
 
     def __init__(self, max_restarts: int, job: ElasticJob) -> None:
         self._max_restarts, self._job = max_restarts, job
@@ -110,8 +100,7 @@ class LocalJob:
     """Ranks on one host, as an `ElasticJob`.
 
     Args:
-        size: Number of ranks at the first start.
-        fits: Function that returns whether a given number of ranks can train the run.
+        fits: Whether a given number of ranks can train the run.
         program: Arguments for Python, for tests that run a program other than hybridrl.
     """
 
@@ -123,15 +112,10 @@ class LocalJob:
 
     @property
     def where(self) -> str:
-        """Text that describes the number of ranks in the next start."""
         return f"{self._size} ranks"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks and waits for them.
-
-        The memory of killed ranks may not be free yet. The ranks of the next start wait until the
-        memory is free.
-        """
+        """Runs the ranks. Ranks of the next start wait for the memory of those killed here."""
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
         code = conclude(outcome, log_dir)
@@ -139,7 +123,6 @@ class LocalJob:
         return End(code, "lost" if is_lost else "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the number of ranks for the next start. Always returns True."""
         if comes_back:
             self._size = self._full
         else:
@@ -148,7 +131,6 @@ class LocalJob:
         return True
 
     def close(self) -> None:
-        """Waits until all processes from all starts are gone."""
         self._leaving.wait()
 
 
@@ -159,7 +141,7 @@ def _has_stepped(folder: Path, num_starts: int) -> bool:
 
 
 def _last_step(folder: Path) -> int:
-    """Returns the last step that a run recorded; 0 if the last line is missing or incomplete."""
+    """Returns the last recorded step; 0 if the last line is missing or incomplete."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         line = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         return int(json.loads(line)["step"])

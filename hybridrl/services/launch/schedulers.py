@@ -1,10 +1,8 @@
-"""Renders files for schedulers from templates/: an sbatch file, a JobSet or a PyTorchJob. Does not
-import torch.
+"""Renders an sbatch file, a JobSet or a PyTorchJob from templates/. Does not import torch.
 
-Each file runs `hybridrl launch --node K` once on every node, to start the ranks on this node. If
-the scheduler restarts a job, the job continues from its newest checkpoint. Within a Slurm job,
-ranks are restarted up to `run.max_restarts` times after a loss, with the same number of ranks, as
-long as the job keeps its nodes.
+Each file runs `hybridrl launch --node K` on every node. A job that the scheduler restarts continues
+from its newest checkpoint. Within a Slurm job, lost ranks are restarted up to `run.max_restarts`
+times with the same number of ranks, as long as the job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -26,16 +24,12 @@ RESTARTS = "HYBRIDRL_RESTARTS"  # number of times that the job has restarted
 
 @dataclass(frozen=True)
 class NodeJob:
-    """A job that runs the same command on each of several nodes.
+    """A job that runs `hybridrl launch ARGUMENTS` in a folder on each of several nodes.
 
     Args:
         slots: Number of ranks per node.
         has_gpus: Whether each rank has a GPU.
-        arguments: CONFIG, overrides and options of `hybridrl launch`.
-        folder: Working folder for the command.
-        environment: Environment variables for the command.
         stop_s: Seconds that ranks have to save before the job ends.
-        max_restarts: Maximum number of restarts after ranks are lost.
     """
 
     name: str
@@ -58,13 +52,12 @@ class NodeJob:
 def slurm_script(
     job: NodeJob, program: Sequence[str], options: Sequence[str], output: Path | None
 ) -> str:
-    """Returns the text of an sbatch file. The file also works as a script inside an allocation.
+    """Returns the text of an sbatch file, which also works as a script inside an allocation.
 
     Args:
         program: Command that runs `hybridrl`.
-        options: Additional sbatch options, as --name=value. These options override options in the
-            template.
-        output: File for the job's output; may contain Slurm's patterns. None for Slurm's default.
+        options: sbatch options, as --name=value, which override those of the template.
+        output: File for the job's output, with Slurm's patterns; None for Slurm's default.
     """
     gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}
     given = {
@@ -94,12 +87,7 @@ def slurm_script(
 def manifest(
     job: NodeJob, kind: JobKind, image: str, volumes: Sequence[tuple[str, str]], namespace: str
 ) -> str:
-    """Returns a Kubernetes manifest as YAML.
-
-    Args:
-        image: Container image in which `hybridrl` is on the PATH.
-        volumes: Pairs of a volume claim's name and its mount path.
-    """
+    """Returns a Kubernetes manifest as YAML. `volumes` are pairs of a claim and its mount path."""
     program = ["hybridrl"]
     if kind == "jobset":
         first = f"{job.name}-node-0-0.{job.name}"  # the first pod, in JobSet's headless service

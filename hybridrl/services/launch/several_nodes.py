@@ -1,9 +1,6 @@
-"""Runs `hybridrl train` on several machines over ssh, Ray, Slurm or Kubernetes. Does not import
-torch.
+"""Runs `hybridrl train` on several machines over ssh, Ray, Slurm or Kubernetes, without torch.
 
-In each case, ranks start as with `hybridrl train` on one machine, with the same environment
-variables, log files and exit codes. The only addition is exit code LOST, for the command that runs
-on a single node.
+Environment variables, log files and exit codes are those of one machine, except for LOST.
 """
 
 from __future__ import annotations
@@ -45,12 +42,7 @@ SCRIPT = "launch.sbatch"  # file in the run folder
 
 @dataclass(frozen=True)
 class Run:
-    """A training run to launch.
-
-    Args:
-        arguments: CONFIG, overrides and options of `hybridrl train`.
-        resume: Checkpoint from which the run resumes.
-    """
+    """A training run to launch: the config, and the arguments of `hybridrl train`."""
 
     config: Config
     arguments: list[str]
@@ -58,9 +50,7 @@ class Run:
 
     @property
     def fits(self) -> Callable[[int], bool] | None:
-        """Function that returns whether a given number of ranks can train. None if restarts are
-        off.
-        """
+        """Whether a given number of ranks can train, as a function. None if restarts are off."""
         if not self.config.run.max_restarts:
             return None
         return lambda size: fits_on(self.config, size)
@@ -72,8 +62,7 @@ class NodeSizes:
 
     Args:
         nodes: Number of nodes; None for the number in the allocation.
-        slots: Number of ranks per node; None for the number of GPUs per node in the allocation.
-        has_gpus: Whether each rank has a GPU.
+        slots: Number of ranks per node; None for the allocation's GPUs per node.
         stop_s: Seconds that ranks have to save before the job ends.
         folder: Working folder for the command; None for the current folder.
     """
@@ -101,9 +90,7 @@ class NodeSizes:
 
 
 def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) -> tuple[int, int]:
-    """Returns the number of nodes, and the number of ranks per node, from options or the
-    allocation.
-    """
+    """Returns the numbers of nodes and of ranks per node, from options or the allocation."""
     slurm = os.environ if in_allocation else {}
     each = slurm.get("SLURM_GPUS_ON_NODE")
     each = each or slurm.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
@@ -187,7 +174,7 @@ def on_node(
     address: str | None,
     port: int | None,
 ) -> int:
-    """Runs the ranks on one node. Returns the exit code: LOST if ranks were lost and may restart.
+    """Runs the ranks on one node. Returns LOST if ranks were lost and may restart.
 
     Rank 0 locks the run folder, because no process controls all nodes.
     """

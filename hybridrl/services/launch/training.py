@@ -1,6 +1,4 @@
-"""Runs `hybridrl train` on this host: chooses the layout, validates the run and starts the ranks.
-Does not import torch.
-"""
+"""Runs `hybridrl train` on this host. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ def launch_training(
     """Runs the ranks of a training run, and restarts them up to `run.max_restarts` times.
 
     Args:
-        config: Config as the user wrote it, with hub names pinned to commits.
-        arguments: Arguments for `hybridrl` in each rank.
-        world_size: Number of ranks. If None, the size of the layout or the number of GPUs on this
-            host.
-        resume: Checkpoint from which to resume.
+        config: Config with hub names pinned to commits.
+        world_size: Number of ranks; None for the size of the layout or this host's GPUs.
 
     Returns:
         The exit code.

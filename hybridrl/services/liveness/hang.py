@@ -1,16 +1,12 @@
-"""Detects hangs: ranks that make no progress while other ranks wait for them. Does not import
-torch.
+"""Detects hangs: ranks that make no progress while other ranks wait for them, without torch.
 
 Pure logic: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle
 if none of its counters has changed for some time: its phase, its collectives, and the rounds of its
 loops (progress.py). A hang is reported if idle ranks wait for another idle rank, or if all waiting
-ranks are in different collectives. An idle rank that no rank waits for is not reported. A slow rank
-makes progress, so it is not reported as a hang. A send and its receive form one operation. Two
-ranks that are both inside such an operation wait for no other rank, so the operation is reported as
-slow.
+ranks are in different collectives. A send and its receive form one operation: two ranks that are
+both inside it wait for no other rank, so the operation is reported as slow.
 
-Hangs are reported but do not end the run. `run.stall_timeout_s` limits how long ranks wait for each
-other (watch.py).
+Hangs do not end the run. `run.stall_timeout_s` limits how long ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -42,9 +38,8 @@ class HangWatch:
     """Examines the heartbeats of all ranks at intervals. Reports each hang only once.
 
     Args:
-        idle_s: Seconds without progress after which a rank is idle, during steps.
-        start_s: Seconds without progress after which a rank is idle before the first step, while
-            models load and engines start.
+        idle_s, start_s: Seconds without progress after which a rank is idle, during steps and
+            before the first step.
     """
 
     def __init__(self, idle_s: float, start_s: float) -> None:
@@ -84,10 +79,7 @@ class HangWatch:
         return f"{ranks_text(suspects)} continued after {paused_s:.0f} s"
 
     def bound_s(self, beat: Beat) -> float:
-        """Returns the seconds without progress after which this rank is idle.
-
-        The result is at least twice the longest pause that has ended in the same phase.
-        """
+        """Returns the seconds after which this rank is idle: twice the phase's longest pause."""
         least = self._idle_s if ", step " in beat.phase else self._start_s
         return max(least, 2 * self._longest.get(_name(beat), 0.0))
 
@@ -157,10 +149,7 @@ class _Calls:
         return self._missing[wait.key]
 
     def behind(self, call: Call) -> set[int]:
-        """Returns the idle ranks that prevent a call from ending.
-
-        Such a rank has not reached the call yet, or is in another operation with the same number.
-        """
+        """Returns the idle ranks that have not reached a call, or are in another of its number."""
         if call.is_p2p:
             return set() if call.peer is None else {call.peer}
         key = (*self._group(call), call.number, call.what)
@@ -193,8 +182,8 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
     """Returns the ranks of each send and receive in which both peers are idle, by name.
 
-    Sends and receives over gloo are not recorded. If several ranks are in unrecorded calls, they
-    may be peers of each other, so none of them is suspected to be in the wrong place.
+    Sends over gloo are not recorded. Ranks in unrecorded calls may be peers of each other, so none
+    of them is suspected to be in the wrong place.
     """
     found: dict[str, list[int]] = {}
     for rank in sorted(still):
@@ -275,10 +264,7 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
 def _slow_transfers(
     transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
 ) -> Hang | None:
-    """Returns a hang that reports slow sends and receives, or None if there are none.
-
-    `waiting` lists the ranks that wait for these transfers.
-    """
+    """Returns a hang for slow transfers and the ranks `waiting` for them; None without any."""
     if not transfers:
         return None
     suspects = sorted({rank for ranks in transfers.values() for rank in ranks})

@@ -1,9 +1,4 @@
-"""Reports hangs on the console, and writes the state of every rank to a file. Does not import
-torch.
-
-The rank that examines heartbeats (parallel/heartbeat.py) calls `HangReports` with the heartbeats of
-all ranks. A hang does not end the run. On request, each rank writes its stacks to its own log.
-"""
+"""Reports hangs on the console, and writes the state of every rank to a file, without torch."""
 
 from __future__ import annotations
 
@@ -16,9 +11,8 @@ from hybridrl.parallel.watch import Beat, Call, ranks_text
 from hybridrl.services.liveness.hang import HangWatch, waits_in
 
 HANGS = "hangs"  # Folder for reports in the run folder.
-# Seconds without progress after which a rank is idle. Including the intervals between heartbeats, a
-# hang is reported within 40 s. Before the first step, ranks may load models and start engines for
-# minutes.
+# Seconds without progress after which a rank is idle. A hang is reported within 40 s. Before the
+# first step, ranks may load models and start engines for minutes.
 HANG_S, START_HANG_S = 25.0, 300.0
 STEP = re.compile(r"step (\d+)")
 
@@ -26,8 +20,7 @@ STEP = re.compile(r"step (\d+)")
 class HangReports:
     """Detects and reports hangs, as the heartbeat's `HangObserver`.
 
-    Args:
-        ask_stacks: Function that makes all ranks write their stacks to their logs.
+    `ask_stacks` makes all ranks write their stacks to their logs.
     """
 
     def __init__(self, ask_stacks: Callable[[Sequence[int]], None]) -> None:
@@ -52,10 +45,7 @@ class HangReports:
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes a report about the state of every rank to the run folder.
-
-        Returns the message, extended by the path of the report.
-        """
+        """Writes the state of every rank to the run folder. Returns the message with the path."""
         if run is None:
             return message
         step = STEP.search(beats[suspects[0] if suspects else 0].phase)
@@ -72,9 +62,7 @@ class HangReports:
 def report_text(
     message: str, suspects: Sequence[int], beats: Sequence[Beat], silent: Sequence[int]
 ) -> str:
-    """Returns the text of a report: the message, and the state of every rank, suspected ranks
-    first.
-    """
+    """Returns the message and the state of every rank, suspected ranks first."""
     lines = [message, "", "Stacks are in logs/rank_N.log.", ""]
     for rank in sorted(range(len(beats)), key=lambda rank: (rank not in suspects, rank)):
         beat, mark = beats[rank], " (suspected)" if rank in suspects else ""
@@ -90,10 +78,7 @@ def report_text(
 
 
 def newest_report(run: Path, since: float) -> tuple[Path, str] | None:
-    """Returns the path and the message of the newest report in a run folder.
-
-    Returns None if no report was written after `since` (in seconds since the epoch).
-    """
+    """Returns path and message of a run's newest report after `since` (seconds since the epoch)."""
     with contextlib.suppress(OSError):  # another host may remove the folder
         found = [(file.stat().st_mtime, file) for file in (run / HANGS).glob("step_*.txt")]
         written, file = max(found, default=(0.0, run))
