@@ -54,10 +54,8 @@ STACKS_S = 0.5  # time that ranks have to write their stacks
 class Share:
     """The ranks that one launcher of a job starts: `count` ranks, beginning with `first`.
 
-    Args:
-        address: Address of rank 0's machine, which all machines can resolve.
-        port: Port of the job's store on that machine. If this launcher starts all ranks, port 0
-            selects any free port.
+    `address` and `port` are those of the job's store, on rank 0's machine; port 0 selects a free
+    port if one launcher starts all ranks.
     """
 
     count: int
@@ -95,9 +93,7 @@ class _Rank:
 
     @property
     def stopped_by(self) -> int:
-        """Number of the signal that asked the rank to stop, if the rank stopped because of it; else
-        0.
-        """
+        """Number of the signal because of which the rank stopped; else 0."""
         code = self.code
         return code - 128 if code in STOP_CODES and not self.failed else 0
 
@@ -132,7 +128,6 @@ def launch(
     Args:
         log_dir: Folder for `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
         program: Arguments for Python, for tests that run a program other than hybridrl.
-        environment: Additional environment variables for the ranks.
 
     Returns:
         The exit code: 0 for success, 2 for a user's mistake, 128 plus the number of the signal that
@@ -150,16 +145,13 @@ def run_ranks(
     steer: Callable[[list[int]], None] | None = None,
     leaving: Leaving | None = None,
 ) -> Outcome:
-    """Runs the job's ranks on this machine and waits for them.
+    """Runs Python with `command` as the job's ranks on this machine, and waits for them.
 
     Args:
-        command: Arguments for Python.
-        steer: Function that is called once with the list of signals to send to the ranks. The
-            function may start a thread that appends signals later. A second signal ends the ranks
-            immediately.
-        leaving: Tracker for processes from earlier starts, for which the new ranks wait. The
-            processes of this start are added to the tracker. None if this is the only start; the
-            launcher then waits for this start's processes.
+        steer: Function that is called once with the list of signals to send to the ranks, to which
+            it may append later. A second signal ends the ranks immediately.
+        leaving: Tracker for processes of earlier starts, for which the new ranks wait, and of this
+            start. None if this is the only start; the launcher then waits for its processes.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -235,9 +227,7 @@ def _bind(server: socket.socket, share: Share) -> None:
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Creates the folder, and removes files that this launcher's ranks left at an earlier start. If
-    this launcher starts all ranks, removes the files of all ranks.
-    """
+    """Creates the folder, and removes what ranks of this launcher left at an earlier start."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for suffix in (".phase", ".error", RUNNING):
@@ -265,12 +255,10 @@ def launch_run(
     folder: Path,
     start: Callable[..., int] | None = None,
 ) -> int:
-    """Runs ranks that write to a run folder, and locks the folder. `start` replaces `launch` if
-    given.
+    """Locks a run folder and runs its ranks with `start`, or else `launch`.
 
-    If a new run ends before its first step because of a mistake that only ranks can detect (such as
-    a reward that raises an error), only the logs are kept, so that the next start may use another
-    config.
+    If a new run ends before its first step because of a user's mistake that only ranks can detect,
+    only the logs are kept, so that the next start may use another config.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -341,7 +329,7 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank. The rank inherits `descriptors` and finds their numbers in its environment.
+    """Starts a rank, which finds the inherited `descriptors` in its environment.
 
     Rank 0 also writes to the console.
     """
@@ -369,11 +357,9 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Context manager: yields a list of the signals received that ask a run to stop, each recorded
-    as SIGINT or SIGTERM.
+    """Yields a list of the signals that asked a run to stop, each as SIGINT or SIGTERM.
 
-    Copies of the first signal are ignored, because a terminal sends a signal to both this process
-    and its parent.
+    Copies of the first are ignored: a terminal signals both this process and its parent.
     """
     received: list[int] = []
     first: list[float] = []
@@ -395,8 +381,7 @@ def caught_signals() -> Iterator[list[int]]:
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
     """Waits until all ranks are done or must be ended. Forwards the first signal.
 
-    Ranks must be ended if a second signal arrives, if a rank was killed or lost, or if a rank has
-    failed and the grace period is over.
+    Ranks are ended after a second signal, a killed or lost rank, or a failure's grace period.
     """
     deadline, notice, is_told = float("inf"), float("inf"), False
     while len(received) < 2 and any(rank.code is None for rank in ranks):
@@ -425,17 +410,15 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
 
 
 def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Whether a rank received SIGKILL. Other ranks then wait for that rank, or report broken
-    connections.
-    """
+    """Whether a rank received SIGKILL, for which others wait or report broken connections."""
     return any(rank.code == -signal.SIGKILL for rank in failed)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
-    """Ends all ranks that still run, and their child processes. Returns exit codes by rank.
+    """Ends all ranks and their child processes. Returns exit codes by rank.
 
-    If a rank has failed, the other ranks write their stacks first. Ranks receive SIGKILL instead of
-    SIGTERM if they are suspended, if they were already asked to end, or if another rank was killed.
+    After a failure, other ranks write their stacks first. SIGKILL replaces SIGTERM for ranks that
+    are suspended or were asked to end, and if another rank was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]

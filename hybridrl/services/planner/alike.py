@@ -1,7 +1,6 @@
 """Estimates memory if all models share all ranks, without listing their tensors. No torch.
 
-Layout search and suggested remedies need these sizes for many layouts. Invariant: the peaks equal
-the peaks that `hybridrl plan` computes for the same layout.
+For searches over many layouts. Invariant: the peaks equal those that `hybridrl plan` computes.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ class FullestRank:
 
     Args:
         models: Each model's part on the rank; the policy comes first.
-        layout: Training layout that all models use.
-        engine: Number of elements in the engine's parameters; FP8 weights and their scales count as
-            the number of elements of the model's type that take as many bytes.
-        shared: Number of engine elements that are stored in the trainer's memory.
-        synced: Number of those elements that each sync changes.
+        engine: Elements of the engine's parameters; FP8 weights and their scales count as the
+            elements of the model's type that take as many bytes.
+        shared, synced: Engine elements in the trainer's memory, and those that each sync changes.
     """
 
     models: Sequence[HeldModel]
@@ -61,10 +58,7 @@ def layout_of(config: Config, world_size: int) -> TrainLayout:
 
 
 def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed", "peer"]:
-    """Returns the transport that `rollout.transport` selects.
-
-    Assumes that GPUs of one node can read each other's memory.
-    """
+    """Returns the transport of `rollout.transport`, if a node's GPUs can read each other."""
     far = assumed is None or assumed.cluster.nodes > 1
     wanted = config.rollout.transport
     is_packed = config.lora.is_on and wanted == "auto"
@@ -74,12 +68,7 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
 
 
 def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -> FullestRank:
-    """Returns the models and engine parameters on the fullest rank.
-
-    Args:
-        config: Configuration of the run.
-        models: Models of the run, the policy first.
-        world_size: Number of ranks.
+    """Returns the models (the policy first) and engine parameters on the fullest rank.
 
     Raises:
         ModelError: A tensor cannot be sharded in the configured layout.

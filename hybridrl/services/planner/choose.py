@@ -1,7 +1,6 @@
-"""Resolves `layout: auto` once, before ranks start. No torch.
+"""Resolves `layout: auto` once, before ranks start, as configuration overrides. No torch.
 
-A run keeps its chosen layout as long as its number of ranks does not change. The ranks receive the
-choice as configuration overrides.
+A run keeps its chosen layout as long as its number of ranks does not change.
 """
 
 from __future__ import annotations
@@ -45,12 +44,9 @@ LORA_RANK = 32  # rank of the adapters that a search proposes
 
 @dataclass(frozen=True)
 class Adapters:
-    """Another training method: LoRA adapters, which fit where full training does not.
+    """LoRA adapters of a rank, where full training does not fit: the fastest layout that fits.
 
-    Args:
-        rank: Rank of the adapters.
-        best: Fastest layout that fits.
-        full: Estimate for full training in the same layout, on GPUs with enough memory for it.
+    `full` is the estimate for full training in this layout, on GPUs with enough memory for it.
     """
 
     rank: int
@@ -61,18 +57,11 @@ class Adapters:
 def with_layout(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> Config:
-    """Returns the configuration with all layout keys set, and with a level of the optimizer state;
-    call it once per run.
+    """Returns the configuration with all layout keys and a level of the optimizer state.
 
-    Uses the layout from the run folder if it was chosen for the same number of ranks. Otherwise
-    chooses the layout with the shortest predicted step among those that fit into memory. Without
+    Call it once per run. Uses the layout from the run folder if it was chosen for the same number
+    of ranks, or else the layout with the shortest predicted step among those that fit. Without
     `layout: auto`, chooses only `train.optimizer_memory` if that is 'auto'.
-
-    Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
-        host: This host.
-        given: Contents of a cluster file.
 
     Raises:
         ConfigError: Every layout violates a configuration rule, or no layout fits into memory.
@@ -158,9 +147,7 @@ def search_with_adapters(
 ) -> Adapters | None:
     """Evaluates all layouts of the same run if it trained LoRA adapters of rank LORA_RANK.
 
-    Returns:
-        The fastest layout that fits; None if none does, or if the run has adapters already or
-        cannot have them.
+    Returns None if none fits, or if the run has adapters already or cannot have them.
     """
     if config.lora.is_on:
         return None
@@ -189,12 +176,11 @@ def needs_choice(config: Config, world_size: int, has_gpus: bool) -> bool:
 
 
 def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile | None) -> Config:
-    """Returns the configuration with the fastest level of the optimizer state that fits, if
-    `train.optimizer_memory` is 'auto'; with the smallest level if none fits.
+    """Returns the configuration with the fastest level that fits if the level is 'auto'.
 
-    'auto' stays, and means 'device', without GPUs, if some roles have their own ranks, and if the
-    configuration violates rules, which are reported elsewhere. A run that continues gets no faster
-    level than it had.
+    Uses the smallest level if none fits. 'auto' stays, and means 'device', without GPUs, if some
+    roles have their own ranks, and if rules are violated, which is reported elsewhere. A run that
+    continues gets no faster level than it had.
     """
     levels = allowed_levels(config)
     if config.train.optimizer_memory != "auto" or levels[-1] == "device":

@@ -1,8 +1,6 @@
-"""Estimates memory and step time of a configuration in which all models share all ranks. No torch.
+"""Estimates memory and step time if all models share all ranks, for layout search. No torch.
 
-Layout search uses this estimate for each candidate layout. Sizes refer to the fullest rank. Reshard
-traffic is estimated as a share of the whole model; `hybridrl plan` computes it slice by slice for
-the chosen layout only.
+Reshard traffic is a share of the whole model; `hybridrl plan` computes it slice by slice.
 """
 
 from __future__ import annotations
@@ -28,13 +26,11 @@ from hybridrl.services.planner.times import Times, giving_back_s, step_times
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted memory and time of a configuration.
+    """Predicted peak memory of the fullest rank, and time.
 
     Args:
-        memory: Peak memory of the fullest rank.
         most_bytes: Memory of the largest phase, with the largest KV cache that fits.
-        spare_bytes: GPU memory that remains after the safety margin; negative if the run does not
-            fit.
+        spare_bytes: GPU memory left after the safety margin; negative if the run does not fit.
     """
 
     memory: Memory
@@ -47,9 +43,6 @@ def estimate(
     config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
 ) -> Estimate:
     """Estimates memory and step time of a configuration that violates no rule.
-
-    Args:
-        models: Models of the run, the policy first.
 
     Raises:
         ModelError: A tensor cannot be sharded in the configured layout.
@@ -95,9 +88,5 @@ def estimate(
 
 
 def _own_elements(layout: TrainLayout, held: int, tp: int) -> int:
-    """Returns roughly how many of the `held` elements of a rank belong to its own engine shard.
-
-    The rank trains all elements of its training shard, of which fewer belong to its engine shard if
-    the engine's tp exceeds the trainer's.
-    """
+    """Returns roughly how many of the `held` elements of a rank are in its own engine shard."""
     return held * layout.tp // max(tp, layout.tp)

@@ -1,10 +1,8 @@
 """Decides whether a planned run fits into GPU memory, and which changes help. No torch.
 
-The estimates of phase_memory.py were compared with 7 runs on H200
-(benchmarks/results/step_h200.json). Phases used 0.86 to 1.18 times their estimates, and at most 2.3
-GiB more, except in one run with NCCL groups that no longer exist. The estimates do not include the
-CUDA context, 0.6 GiB. Therefore the verdict is that a run fits if its estimate plus 5% plus 2 GiB
-fits: 5% for allocator fragmentation, and 2 GiB for the CUDA context and libraries.
+Phases of 7 runs on H200 used 0.86 to 1.18 times the estimates of phase_memory.py, and at most 2.3
+GiB more, except with NCCL groups that no longer exist (benchmarks/results/step_h200.json). A run
+fits if its estimate plus 5% for fragmentation, plus 2 GiB for CUDA context and libraries, fits.
 """
 
 from __future__ import annotations
@@ -56,20 +54,17 @@ def gpu_verdict(
     assumed: Assumptions,
     may_change: bool = True,
 ) -> dict[str, Any]:
-    """Decides whether the GPU that needs the most memory has enough memory.
+    """Decides whether the GPU that needs the most memory has enough.
 
     Args:
-        config, hf_config, assumed: Configuration of the run, the policy's config.json, and the
-            assumed cluster.
-        models: Models of the run, the policy first.
+        hf_config: The policy's config.json.
         found: Memory estimates for all ranks.
         may_change: Whether to search for changes that make the run fit.
 
     Returns:
-        Whether the run `fits`, and a sentence that explains the verdict (`summary`). The phase that
-        needs the most memory, with sizes in bytes (largest and usual estimate, largest estimate
-        with the margin, memory left over). The number of concurrent requests that fit into the KV
-        cache. Changes that would make the run fit (`remedies`).
+        Whether the run `fits`, and why (`summary`); the phase that needs the most memory, with its
+            sizes in bytes; how many requests fit into the KV cache; changes that would help
+            (`remedies`).
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
     for one in found:
@@ -121,9 +116,7 @@ def gpu_verdict(
 
 
 def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
-    """Returns the ranks as text, shortened if there are many; empty if these are all ranks of the
-    run.
-    """
+    """Returns the ranks as text, shortened if there are many; empty if these are all ranks."""
     if len(ranks) == sum(len(one.ranks) for one in found):
         return ""
     others = " and others" if len(ranks) > MOST_NAMED else ""
@@ -133,14 +126,8 @@ def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
 def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
     """Returns a note if some requests will have to wait; otherwise an empty text.
 
-    Requests wait if the KV cache has no room for them. With a policy lag, they also wait if a
-    replica has more requests in flight than it decodes concurrently.
-
-    Args:
-        config: Configuration of the run.
-        cache: Memory of a rank that has an engine.
-        room: Number of requests that fit into that rank's KV cache.
-        num_ranks: Number of ranks that have an engine.
+    Requests wait if a rank's KV cache has no room for them (`room`), and with a policy lag if a
+    replica has more requests in flight than it decodes. `num_ranks` ranks have an engine.
     """
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
     if room < cache.num_requests:
@@ -197,11 +184,7 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
 class _Search:
     """Searches for configuration changes that make a run fit into memory.
 
-    Args:
-        config: Configuration of a run that does not fit.
-        models: Models of the run, the policy first. No change adds or removes a model.
-        hf_config: The policy's config.json.
-        assumed: Assumed cluster; if ranks are added, nodes keep their size.
+    No change adds or removes a model. If ranks are added, nodes keep their size.
     """
 
     config: Config
@@ -242,9 +225,7 @@ class _Search:
                 yield f"{' '.join(options)} (about {memory_size(most)})"
 
     def _least(self) -> int:
-        """Returns the total bytes of weights and gradients, without replicas. The optimizer state
-        may be in host memory.
-        """
+        """Returns the bytes of weights and gradients alone: the optimizer state may be on hosts."""
         itemsize = itemsize_of(self.config, on_gpu=True)
         policy = self.models[0]
         held, trained = (

@@ -51,13 +51,9 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster that a plan assumes.
+    """Cluster that a plan assumes, with each value's source (`values`, by keys of cluster files).
 
-    Args:
-        cluster: Sizes and rates.
-        gpu_memory_bytes: Memory of one GPU.
-        max_gpus_per_node: Number of GPUs in a node, including unused ones.
-        values: Assumed values by their keys in cluster files.
+    `max_gpus_per_node` includes unused GPUs.
     """
 
     cluster: Cluster
@@ -70,13 +66,10 @@ INLINE = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Reads a cluster file in YAML or JSON, or parses a shorthand.
-
-    The shorthand `8x8xH200` means nodes x GPUs per node x GPU type.
+    """Reads a cluster file in YAML or JSON, or parses NODESxGPUSxTYPE, as in `8x8xH200`.
 
     Raises:
-        ConfigError: The file cannot be read, or some keys are wrong; the errors name each wrong
-            key.
+        ConfigError: The file cannot be read, or keys are wrong; each wrong key has an error.
     """
     if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
         nodes, gpus, gpu = match.groups()
@@ -109,9 +102,7 @@ def assume(
 ) -> tuple[Assumptions | None, list[UserError]]:
     """Fills in values that the cluster file does not set.
 
-    Returns:
-        The assumptions and no errors; or None and errors, if the number of nodes does not match the
-        number of ranks, or the GPU is unknown.
+    Returns errors instead if nodes and ranks do not match, or if the GPU is unknown.
     """
     if (unknown := gpu_rule(given)) is not None:
         return None, [unknown]
@@ -163,9 +154,7 @@ def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
 
 
 def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig | None:
-    """Returns the keys of the section `cluster`, overridden by a cluster file; None if neither sets
-    a key.
-    """
+    """Returns the section `cluster` with a cluster file's keys; None if neither sets a key."""
     keys = section.model_dump(exclude_none=True)
     if given is not None:
         keys |= given.model_dump(exclude_none=True)

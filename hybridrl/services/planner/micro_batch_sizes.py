@@ -1,7 +1,6 @@
-"""Estimates the usual and the largest sizes of an update's micro-batches for `hybridrl plan`.
+"""Estimates the usual and the largest sizes of an update's micro-batches. No torch.
 
-The usual sizes result from packing samples of usual length with the code that training uses. No
-torch.
+The usual sizes result from packing samples of usual length with the code that training uses.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ KEPT = 4096  # number of cached packings; a search uses a few hundred
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of usual samples, in tokens.
-
-    Args:
-        prompt, response: Mean lengths.
-        longest: Length of the longest response.
-    """
+    """Mean lengths of prompts and responses, and that of the longest response, in tokens."""
 
     prompt: int
     response: int
@@ -59,9 +53,8 @@ class MicroBatchSize:
 
     Args:
         positions: Number of tokens, counting a shared prompt once, plus padding.
-        key_rows: Number of rows of keys (and of values) that attention stores: one per position,
-            except that a shared prompt's rows are copied for each sample that attends to them
-            (attention.py:GatherKeys).
+        key_rows: Rows of keys (and of values) that attention stores; a shared prompt's rows are
+            copied for each sample (attention.py:GatherKeys).
     """
 
     positions: int
@@ -90,8 +83,7 @@ def usual_micro_batches(
 ) -> set[MicroBatchSize]:
     """Returns the micro-batch sizes of an update whose samples all have the usual length.
 
-    Samples are distributed and packed as in training. If a row of data may become several
-    sequences, only the largest size is returned.
+    If a row of data may become several sequences, only the largest size is returned.
     """
     if not _has_samples(config):
         return {largest_micro_batch(config, shape, layout)}
@@ -120,9 +112,7 @@ def usual_micro_batches(
 def positions_of_update(
     config: Config, shape: ModelShape, layout: TrainLayout
 ) -> tuple[int, int] | None:
-    """Returns how many positions an update of usual samples computes, and how many it would compute
-    if samples did not share prompts; None if they do not.
-    """
+    """Returns an update's positions with and without shared prompts; None if none are shared."""
     per_prompt = config.steps.samples_per_prompt
     if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, shape, layout.cp):
         return None
@@ -144,10 +134,9 @@ def positions_of_update(
 def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
     """Returns the largest possible micro-batch for any response lengths.
 
-    Positions: the token budget, or less if a replica's share of an update has fewer tokens even
-    when all its samples are as long as possible. Samples are distributed by length, so a replica
-    has at most one sample more than its equal share. Rows of keys: the number for a replica's whole
-    share of samples, because short responses may all fit into one micro-batch.
+    Positions: the token budget, or less if the longest possible share of a replica is below it.
+    Samples are distributed by length, so a replica has at most one sample more than its share. Rows
+    of keys: those of the whole share, because short responses may fit into one micro-batch.
     """
     budget = config.train.micro_batch_tokens
     if not _has_samples(config):
@@ -180,9 +169,7 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
 
 
 def _most_branch_rows(positions: int, cp: int) -> int:
-    """Returns the largest possible number of rows of keys for sequences of agents, summed over the
-    ranks of context parallelism.
-    """
+    """Returns the most rows of keys for agents' sequences, over context-parallel ranks."""
     if cp == 1:
         return KEY_ROWS_PER_POSITION * positions
     copied = most_copied_rows(positions, cp)
@@ -192,11 +179,7 @@ def _most_branch_rows(positions: int, cp: int) -> int:
 
 
 def _has_samples(config: Config) -> bool:
-    """Whether updates learn only from samples, which are prompts with several responses.
-
-    If not, updates learn, at least partly, from rows of data, each of which may become several
-    sequences.
-    """
+    """Whether updates learn only from samples, not from rows that become several sequences."""
     needs = config.algorithm.needs
     return (needs is None or needs.rollouts) and not config.terms()
 
@@ -215,10 +198,7 @@ def _packed(
     pad_each: int,
     attention: int,
 ) -> set[tuple[int, int]]:
-    """Returns (positions, rows of keys) of each micro-batch if all samples have equal lengths.
-
-    See `ScheduleInputs` for the arguments.
-    """
+    """Returns (positions, rows of keys) of each micro-batch if all samples have equal lengths."""
     length = round_up(prompt + response, pad_each)
     # Rules reject samples that exceed the budget; here such a sample is packed alone.
     token_budget = max(token_budget, length)
@@ -261,15 +241,7 @@ def _packed(
 
 
 def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
-    """Returns the rows of keys for a shared prompt and its samples, summed over the ranks of
-    context parallelism.
-
-    Args:
-        prefix: Length of the shared prompt.
-        count: Number of samples.
-        own: Number of positions that each sample does not share.
-        cp: Context-parallel size.
-    """
+    """Returns the rows of keys for `count` samples of `own` positions and their shared prefix."""
     if cp == 1:
         return count * (prefix + own)
     # Each rank gathers all keys, and copies those before the end of each of its two chunks of a

@@ -24,12 +24,9 @@ def _tensors(family: Family, shape: ModelShape, head: Head) -> dict[str, tuple[i
 
 
 def num_by_adamw(family: Family, shape: ModelShape, layout: TrainLayout, head: Head) -> int:
-    """Returns the number of parameters that AdamW updates on the fullest rank: vocabularies, norms
-    and biases.
+    """Returns how many parameters AdamW updates on the fullest rank: vocabularies, norms, biases.
 
-    Args:
-        family: Family with a weight table of the trained parameters.
-        shape, layout, head: Sizes, training layout and head of the model.
+    `family` has a weight table of the trained parameters.
     """
     vocabularies, vectors = [], 0
     for name, size in _tensors(family, shape, head).items():
@@ -47,9 +44,8 @@ def num_by_adamw(family: Family, shape: ModelShape, layout: TrainLayout, head: H
 def scratch_bytes(family: Family, shape: ModelShape, layout: TrainLayout, head: Head) -> int:
     """Returns the memory in which the largest parameter is updated (Muon._step_matrices).
 
-    A parameter may consist of several matrices, as of gate and up. Their changes on this rank, and
-    their parts from all tensor-parallel ranks, are in memory in fp32 while one matrix is
-    orthogonalized.
+    While one of its matrices (such as gate) is orthogonalized, the changes of all on this rank and
+    the parts from all tensor-parallel ranks are in memory in fp32.
     """
     most = 0
     for local, tensors in hf_tensors_of_parameters(family, shape, head):
@@ -65,9 +61,9 @@ def scratch_bytes(family: Family, shape: ModelShape, layout: TrainLayout, head: 
 def orthogonalization_flops(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head
 ) -> float:
-    """Returns the operations of one rank in a step. Every rank that updates a part of a matrix
-    orthogonalizes all of it. This is a bound, for ranks that update a part of each matrix of their
-    stage.
+    """Returns an upper bound for one rank's operations in a step.
+
+    A rank orthogonalizes every matrix of which it updates a part, here all of its stage.
     """
     total = 0.0
     for size, is_expert in _matrices(family, shape, head):

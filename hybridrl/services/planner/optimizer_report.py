@@ -1,7 +1,4 @@
-"""Reports the level of the optimizer state, what it costs, and what other levels would need.
-
-No torch.
-"""
+"""Reports the level of the optimizer state, its costs, and those of other levels. No torch."""
 
 from __future__ import annotations
 
@@ -34,14 +31,9 @@ MEANINGS = {
 def optimizer_report(
     config: Config, roles: Sequence[RoleModel], world_size: int, assumed: Assumptions | None
 ) -> dict[str, Any]:
-    """Returns the level, its bytes per parameter and, for a known cluster, a list of all levels
-    that the configuration allows.
+    """Returns the level, its bytes per parameter and, for a known cluster, all allowed levels.
 
-    Args:
-        config: Configuration of the run.
-        roles: Models of the run, the policy first.
-        world_size: Number of ranks.
-        assumed: Assumed cluster; None on CPU, and if some roles have their own ranks.
+    `assumed` is None on CPU, and if some roles have their own ranks.
     """
     used = level_name(config.train)
     report: dict[str, Any] = {

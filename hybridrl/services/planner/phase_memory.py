@@ -1,7 +1,4 @@
-"""Estimates memory in each phase for `hybridrl plan`, for ranks that hold the same models.
-
-No torch.
-"""
+"""Estimates memory in each phase, for ranks that hold the same models. No torch."""
 
 from __future__ import annotations
 
@@ -69,15 +66,13 @@ class Memory:
 
     Args:
         train: Largest peak of training for any sample lengths.
-        count_usual_train: Function that computes `usual_train`. Called only on demand, because
-            packing samples is slow, and a search evaluates thousands of layouts without it.
+        count_usual_train: Function for `usual_train`, called on demand because packing samples is
+            slow, and a search evaluates thousands of layouts without it.
         rollout: Peak of generation, including the KV cache.
-        kv_cache: Size of the KV cache for all concurrently decoded requests, including their
-            recorded experts.
+        kv_cache: Size of the KV cache for all concurrent requests, with recorded experts.
         num_requests: Number of concurrently decoded requests, each of maximum length.
-        least_requests: Minimum number of requests that the cache must hold; others can wait.
-        staging: Size of the reshard's staging buffers, which are used if weights are sent as
-            messages.
+        least_requests: Number of requests that the cache must hold; others can wait.
+        staging: Size of the reshard's staging buffers, if weights are sent as messages.
         saved: Size of a rank's part of a checkpoint.
         replay: Memory for recorded experts; None if experts are not replayed.
         host_state: Size of a rank's optimizer state in host memory.
@@ -118,13 +113,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory estimate for a group of ranks that hold the same models.
+    """Memory estimate for a group of ranks that hold models of the same roles.
 
-    Args:
-        ranks: Ranks of the group, ascending.
-        roles: Roles of the models that these ranks hold.
-        memory: Peaks of the fullest of these ranks.
-        fullest: Ranks that hold the most parameters, such as a pipeline's first or last stage.
+    `fullest` are the ranks with the most parameters, such as a pipeline's first or last stage.
     """
 
     ranks: tuple[int, ...]
@@ -150,14 +141,11 @@ class RoleModel:
 
     Args:
         role: Role in the run, named as in a placement.
-        family, shape: Family and sizes of the model.
         is_trained: Whether the model has gradients and an optimizer.
-        head: Head that is assumed when parameters are counted; a critic is counted with a
-            vocabulary head, like the policy.
+        head: Head that is assumed when parameters are counted; a critic counts as the policy.
         freeze: Parts that stay frozen although the model is trained.
-        own: Family whose weight table contains only the weights that differ from the policy's
-            frozen weights. The others need no memory if the model has the policy's place. None if
-            no weights are shared.
+        own: Family of only the weights that differ from the policy's frozen weights; the others
+            need no memory in the policy's place. None if no weights are shared.
     """
 
     role: str
@@ -206,11 +194,8 @@ class HeldModel:
     """A model, and the size of its largest part on any rank.
 
     Args:
-        model: The model.
         place: Ranks and parallel sizes of its role; models with equal places share process groups.
-        layout: Training layout over these ranks.
-        held: Number of parameters on the rank that holds the most.
-        trained: Number of trained parameters on the rank that trains the most.
+        held, trained: Most parameters on a rank, and most trained parameters.
     """
 
     model: RoleModel
@@ -251,12 +236,7 @@ class HeldModel:
 
 @dataclass(frozen=True)
 class HeldEngine:
-    """The part of an engine on one rank.
-
-    Args:
-        num_bytes: Size of the engine's weights, excluding weights that share the trainer's memory.
-        num_ranks: Number of ranks that have an engine.
-    """
+    """The bytes of an engine on one of `num_ranks` ranks, without those in the trainer's memory."""
 
     num_bytes: int
     num_ranks: int
@@ -266,11 +246,8 @@ class HeldEngine:
 class Held:
     """Models and engine on a group of ranks that hold the same models.
 
-    Args:
-        models: Models that are sharded over these ranks.
-        engine: Part of an engine on these ranks; None if the ranks have no engine.
-        peer_bytes: Peer memory for the policy's weights, without the rank's own share.
-        fullest: Ranks that hold the most parameters.
+    `peer_bytes` is peer memory for the policy's weights, without the rank's own share. `fullest`
+    are the ranks that hold the most parameters.
     """
 
     models: Sequence[HeldModel]
@@ -290,12 +267,7 @@ class Held:
 def role_models(
     config: Config, models: RunModels, family: Family, shape: ModelShape
 ) -> list[RoleModel]:
-    """Returns the models of a run, the policy first.
-
-    Args:
-        config: Configuration of the run.
-        models: Models that the algorithm needs.
-        family, shape: Family of the policy without adapters, and its sizes.
+    """Returns the models of a run, the policy first. `family` is the policy's, without adapters.
 
     Raises:
         UserError: `lora.path` is not a directory with a usable PEFT adapter.
@@ -333,14 +305,6 @@ def estimate_memory(
     of an engine that does not sleep. Generation needs memory for parameters, the same optimizer
     state, the engine's own weights, and the KV cache. On GPUs, both phases also include NCCL's
     groups and the engine's CUDA graphs, but not the CUDA context.
-
-    Args:
-        config: Configuration of the run.
-        shape: Sizes of the policy.
-        world_size: Number of ranks.
-        held: Models and engine on the fullest rank.
-        transport: Transport that sends the weights.
-        on_gpu: Whether the ranks have GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
     level = level_of(config.train)
@@ -392,9 +356,7 @@ def estimate_memory(
 
 
 def state_bytes(config: Config, itemsize: int) -> int:
-    """Returns the bytes of optimizer state for each parameter of `itemsize` bytes; with Muon, for
-    each parameter of a matrix.
-    """
+    """Returns the optimizer state's bytes per parameter, with Muon per parameter of a matrix."""
     found = level_of(config.train).state_bytes - (MASTER_BYTES if itemsize == FP32_BYTES else 0)
     return found - (MOMENT_BYTES if config.train.optimizer == "muon" else 0)
 
@@ -407,14 +369,8 @@ def gradient_bytes(config: Config) -> int:
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
     """Returns the host memory of a rank's state copies, used to resume after a failure.
 
-    Includes the copy in progress, GENERATIONS copies of the rank's own state, and the same number
-    of copies of the state of a rank on another host (checkpoint/memory_copies.py).
-
-    Args:
-        config: Configuration of the run.
-        saved: Size of a rank's state in files.
-        copied: Size of the copy in progress.
-        num_hosts: Number of hosts in the run.
+    Includes the copy in progress (`copied`), and GENERATIONS copies of its state (`saved`) and
+    of the state of a rank on another host (checkpoint/memory_copies.py).
     """
     if not config.run.max_restarts or config.checkpoint.copy_every == 0:
         return 0
@@ -425,9 +381,7 @@ def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) ->
 def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
-    """Returns the size of a rank's KV cache, recurrent states and recorded experts for the longest
-    requests.
-    """
+    """Returns a rank's KV cache, recurrent states and recorded experts for the longest requests."""
     tp = config.rollout.tp
     cached = 1 if config.rollout.kv_cache_dtype == "fp8" else itemsize
     longest, package = config.longest_request(), engine_package(config.rollout.engine)
@@ -438,11 +392,7 @@ def _kv_cache_bytes(
 
 
 def _num_requests(config: Config, num_ranks: int) -> int:
-    """Returns the number of requests for which the KV cache has room.
-
-    A fixed cache has room for all requests that may be decoded concurrently; other caches grow with
-    the number of actual requests.
-    """
+    """Returns the number of requests for which a fixed KV cache has room; other caches grow."""
     most = config.rollout.max_batch
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         return most
@@ -474,10 +424,7 @@ def _activation_bytes(
     itemsize: int,
     sizes: Callable[[HeldModel], Iterable[MicroBatchSize]],
 ) -> int:
-    """Returns the peak memory of forward and backward passes over micro-batches of these sizes.
-
-    The result is the largest peak of any trained model, or of any frozen model if none is trained.
-    """
+    """Returns the largest peak of passes over these micro-batches, of any trained model if any."""
     with_passes = [one for one in models if one.model.is_trained] or models
     found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
     return max(found, default=0)
@@ -557,9 +504,7 @@ def fullest(layouts: Sequence[RankLayout]) -> Elements:
 
 
 def layout_bytes(layout: RankLayout, itemsize: int) -> int:
-    """Returns the bytes of a layout's tensors; `itemsize` is the size of a weight's element, unless
-    it has a size of its own.
-    """
+    """Returns the bytes of a layout's tensors; `itemsize` is of weights without an own size."""
     sizes = element_sizes(layout)
     return sum(sizes.get(name, itemsize) * prod(size) for name, size in layout.shapes.items())
 

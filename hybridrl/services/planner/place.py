@@ -1,7 +1,4 @@
-"""Computes training and engine layouts for `hybridrl plan`, in the same way as a run.
-
-Also counts the elements that each rank holds. No torch.
-"""
+"""Computes training and engine layouts, and elements per rank, as in a run. No torch."""
 
 from __future__ import annotations
 
@@ -51,15 +48,13 @@ class Placed:
     """Training and engine layouts of a run; all ranks are global ranks.
 
     Args:
-        placement: Placement of all models.
         layout: The policy's training layout on its ranks, with the chosen order of axes.
         choice: Chosen order of the training axes, with its cost.
         whole: Training layout of each rank.
         sources: For each rank, the layout of the elements that the rank sends to engines.
         parts: Layout of each tensor-parallel rank of an engine.
-        engines: Assignment of ranks to parts of engines.
         shared: For each rank, the number of engine elements that share the trainer's memory.
-        once: HF tensors that are sent only once, because they never change, and their scales.
+        once: HF tensors that never change and are sent only once, and their scales.
     """
 
     placement: Placement
@@ -96,10 +91,7 @@ def place_models(
 ) -> Placed:
     """Returns the layouts of policy and engines, as `loop/setup.py` creates them.
 
-    Args:
-        placement: Placement that violates no rule.
-        family, shape: Weight table and sizes of the policy, with adapters if it has any.
-        node: Number of consecutive ranks on one node.
+    The placement violates no rule. `family` includes adapters; a node has `node` ranks.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     base, sent = base_of(family), held_family(config.rollout.engine, family, shape)
@@ -203,13 +195,7 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
 def held_by_ranks(
     models: Sequence[RoleModel], placed: Placed, itemsize: int, transport: str
 ) -> list[tuple[tuple[int, ...], Held]]:
-    """Groups ranks that hold the same models; returns each group and its fullest rank's parts.
-
-    Args:
-        models: Models of the run, the policy first.
-        itemsize: Number of bytes per parameter.
-        transport: Transport that sends the weights.
-    """
+    """Groups ranks that hold the same models; returns each group and its fullest rank's parts."""
     placement, sizes = placed.placement, _Sizes(models[0], placed)
     parts = [sizes.of(model) for model in models if not placed.holds_nothing(model)]
     peers_bytes = 0  # size of the peer memory that each rank allocates for weights

@@ -1,8 +1,7 @@
-"""Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict.
+"""Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict. No torch.
 
-No torch. Predicts the reshard itself; other modules of this package compute assumptions, memory,
-verdict and text. Reads only the configuration, the config.json files of the models, and the module
-of a user's own algorithm.
+Predicts the reshard itself. Reads only the configuration, the config.json files of the models, and
+the module of a user's own algorithm.
 """
 
 from __future__ import annotations
@@ -86,14 +85,9 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations. If there are violations, all other values in the
-    report are None.
+    """Returns the report and the violations, with which all other values are None.
 
-    Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
-        given: Contents of a cluster file.
-        host: This host, whose GPUs the run is assumed to use; None if they are unknown.
+    `host` has the GPUs that the run is assumed to use; None if they are unknown.
     """
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
@@ -119,10 +113,9 @@ def plan_report(
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Disables Python's cyclic garbage collector while a plan is computed.
+    """Disables the cyclic garbage collector: a plan creates millions of tuples and no cycles.
 
-    A plan creates millions of tuples and no cycles. For 235B parameters on 64 ranks, planning takes
-    5.5 s of CPU time without the collector and 13.8 s with it.
+    For 235B parameters on 64 ranks, planning takes 5.5 s of CPU time without it, 13.8 s with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -228,10 +221,7 @@ def _peaks(
 def _step(
     config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
 ) -> dict[str, Any] | None:
-    """Returns the predicted duration of a step whose responses are as long as possible.
-
-    Returns None if the duration cannot be predicted: on CPU, or if some roles have dedicated ranks.
-    """
+    """Predicts a step with longest responses; None on CPU, or if roles have dedicated ranks."""
     if assumed is None or not placement.is_shared:
         return None
     found = estimate(config, roles, placement.num_ranks, assumed)
@@ -277,10 +267,9 @@ def _lora(
 ) -> dict[str, Any] | None:
     """Returns what is particular to a run with adapters; None if it has none.
 
-    `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
-    weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
-    `roles` says for each other model whether it uses the policy's frozen weights, and the size of
-    the weights that it has in addition.
+    `sync_bytes` is what an engine replica receives at each sync, `once_receive_bytes` what each
+    rank receives once from other ranks. `roles` says for each other model whether it uses the
+    policy's frozen weights, and the size of its additional weights.
     """
     family, shape = roles[0].family, roles[0].shape
     if (lora := family.lora) is None:

@@ -26,11 +26,8 @@ def order_reason(
     """Returns a text that explains the order of the training axes.
 
     Args:
-        configured: Value of `train.order`.
-        used: Order that the plan uses.
-        choice: Order that 'auto' would choose; None if ranks receive the same number of bytes in
-            any order.
-        itemsize: Number of bytes per element.
+        configured, used: Value of `train.order`, and the order that the plan uses.
+        choice: Order that 'auto' would choose; None if all orders send equally many bytes.
         is_shared: Whether all models and engines share all ranks.
         has_experts: Whether the policy is a mixture of experts.
     """
@@ -52,12 +49,7 @@ def order_reason(
 
 
 def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
-    """Returns the report as text that begins with the verdict.
-
-    Args:
-        report: Report of `plan_report`.
-        is_full: Whether to include the assumptions and a table of ranks.
-    """
+    """Returns the report as text, verdict first; in full with assumptions and a table of ranks."""
     return "\n".join(_lines(report, is_full))
 
 

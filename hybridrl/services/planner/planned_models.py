@@ -1,6 +1,4 @@
-"""Finds the models that a configuration needs, including models for a user's own algorithm. No
-torch.
-"""
+"""Finds the models that a configuration needs, also for a user's own algorithm. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ from hybridrl.models.family import read_model
 
 
 def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
-    """Returns the models of the run, or the errors that prevent finding them.
+    """Returns the models of the run, or errors, including any failure in the user's code.
 
-    A user's own algorithm is imported and instantiated here, as in a run, because only the class
-    knows whether the algorithm needs a critic. Any failure in the user's code, even sys.exit, is
-    returned as an error.
+    A user's own algorithm is instantiated, because only it knows whether it needs a critic.
     """
     needs: dict[str, Needs] = {}
     found: list[UserError] = []

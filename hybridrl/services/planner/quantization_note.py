@@ -23,13 +23,7 @@ def quantization_note(
     assumed: Assumptions,
     found: Estimate,
 ) -> str | None:
-    """Returns advice on `rollout.quantization`; None if the configuration has the faster value, or
-    if FP8 is not possible.
-
-    Args:
-        models: Models of the run, the policy first.
-        found: Estimate for the configuration.
-    """
+    """Returns advice on `rollout.quantization`; None if it is the faster value or FP8 cannot be."""
     if config.algorithm.needs is not None and not config.algorithm.needs.rollouts:
         return None
     is_on = config.rollout.quantization == "fp8"

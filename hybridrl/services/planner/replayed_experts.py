@@ -1,7 +1,4 @@
-"""Estimates the memory for replayed experts for `hybridrl plan`. No torch.
-
-A recorded expert index uses one byte, or two if there are more than 256 experts.
-"""
+"""Estimates the memory for replayed experts: a byte per index, two above 256 experts. No torch."""
 
 from __future__ import annotations
 
@@ -22,12 +19,9 @@ class ReplayBytes:
 
     Args:
         token: Size of one token's record, over all layers with experts.
-        step: Size of a step's records in host memory, if responses are as long as possible. A rank
-            holds the records of the samples that it trains on; records are sent together with their
-            tokens.
-        train: Size of a micro-batch's records on the device of each rank that trains the policy.
-        rollout: Size of the engine's buffer on the device; 0 unless its KV cache is allocated at
-            the start.
+        step: A step's records in a rank's host memory, if responses are as long as possible.
+        train: A micro-batch's records on the device of each rank that trains the policy.
+        rollout: Engine's buffer on the device; 0 unless its KV cache is allocated at the start.
     """
 
     token: int
@@ -41,13 +35,7 @@ class ReplayBytes:
 
 
 def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> ReplayBytes | None:
-    """Returns the memory that replay needs; None if experts are not replayed.
-
-    Args:
-        config: Configuration of the run.
-        shape: Sizes of the policy.
-        num_requests: Number of requests for which the engine's KV cache has room.
-    """
+    """Returns the memory of replay with a KV cache for `num_requests`; None without replay."""
     if not replays(config) or shape.moe is None:
         return None
     num_layers = sum(map(shape.has_experts, range(shape.num_layers)))

@@ -41,12 +41,7 @@ LAYOUT_KEYS = tuple(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration and its estimate.
-
-    Args:
-        changes: The configuration's values for all keys that the search may choose.
-        found: Estimated memory and times.
-    """
+    """Values for all keys that the search may choose, and estimated memory and times."""
 
     changes: Changes
     found: Estimate
@@ -57,10 +52,7 @@ class Candidate:
         return self.found.times.step
 
     def rank(self) -> tuple[int, float, int]:
-        """Returns a key that sorts candidates from the best to the worst.
-
-        Lower levels of the optimizer state round moments, so they come last, however fast they are.
-        """
+        """Returns a sort key, best first. Levels that round moments come last, however fast."""
         level = list(LEVELS).index(self.changes[LEVEL_KEY])
         return level, round(self.step_s, 4), self.found.most_bytes
 
@@ -71,10 +63,9 @@ class Result:
 
     Args:
         best: Fastest candidate of each layout that fits, ordered by predicted step time.
-        num_refused: Number of layouts that violate a rule.
-        refusals: One error for each violated rule, by key.
+        num_refused, refusals: Number of layouts that violate a rule, and an error per rule, by key.
         num_large: Number of layouts that do not fit even with all memory-saving settings.
-        nearest: Layout that exceeds memory the least, among layouts that do not fit.
+        nearest: Layout that exceeds memory the least, if none fits.
     """
 
     best: list[Candidate] = field(default_factory=list)
@@ -96,15 +87,7 @@ def pinned_keys(config: Config) -> set[str]:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches layouts for a run in which all models share all ranks.
-
-    Args:
-        config: Configuration of the run; keys that it does not set may change.
-        models: Models of the run, the policy first.
-        hf_config: The policy's config.json.
-        world_size: Number of ranks.
-        assumed: Assumed cluster.
-    """
+    """Searches layouts in which all models share all ranks. Keys that the config sets stay."""
 
     config: Config
     models: Sequence[RoleModel]
@@ -203,11 +186,7 @@ class Search:
             result.nearest = nearest
 
     def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
-        """Yields the cheapest memory-saving settings that fit, for each level of the optimizer
-        state.
-
-        If none fit, yields the settings that save the most memory.
-        """
+        """Yields the cheapest savings that fit for each optimizer level, or else the largest."""
         pinned, train = pinned_keys(self.config), self.config.train
         # A level that was chosen earlier may change.
         is_free = LEVEL_KEY not in pinned

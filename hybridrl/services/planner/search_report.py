@@ -1,7 +1,4 @@
-"""Creates the report of `hybridrl plan --search`: the best layouts, and why others were rejected.
-
-No torch.
-"""
+"""Creates the report of `hybridrl plan --search`: the best layouts, and why not others. No torch."""
 
 from __future__ import annotations
 
@@ -30,13 +27,8 @@ def search_report(
 ) -> dict[str, Any]:
     """Returns the result of a search as JSON values.
 
-    Args:
-        result: Result of the search.
-        assumed: Assumed cluster.
-        seconds: Duration of the search in seconds.
-        kept: Keys that the search does not change because the configuration sets them.
-        note: Note about the predicted times, if any.
-        adapters: The fastest layout with LoRA adapters, if nothing fits without them.
+    `kept` are the keys that the configuration sets. `adapters` is the fastest layout with LoRA
+    adapters, if nothing fits without them.
     """
     best = result.best[:MOST]
     return {

@@ -1,8 +1,7 @@
 """Counts the elements of a model on a rank by looking at one layer of each kind. No torch.
 
-A layout lists every rectangle of every tensor, which can be hundreds of thousands for a large
-mixture of experts. Layers with the same rows in the weight table are sharded identically, so one
-layer of each kind is enough. Invariant: the results equal counts over complete layouts.
+A layout of a large mixture of experts has hundreds of thousands of rectangles. Invariant: the
+results equal counts over complete layouts.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ KEPT = 4096  # number of cached layouts; a search uses a few hundred
 class _Thin:
     """A model's weight table, reduced to one layer of each kind.
 
-    Args:
-        outside: Family with a weight table of everything outside the layers.
-        layers: Family with a weight table of one layer of each kind.
-        kind_of: For each layer, the layer that represents its kind.
+    `outside` is the family of everything outside the layers. `kind_of` gives each layer the layer
+    of `layers` that represents it.
     """
 
     outside: Family
@@ -43,13 +40,7 @@ class _Thin:
 def fullest_stage(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm"
 ) -> Elements:
-    """Returns the number of elements on the rank that holds the most elements.
-
-    Args:
-        family, shape: Family and sizes of the model.
-        layout: Training layout, in which all ranks of a pipeline stage hold equally many elements.
-        head: Head of the model.
-    """
+    """Returns the number of elements on the fullest rank; ranks of a stage hold equally many."""
     return _fullest_stage(family, shape, _without_replicas(layout), head)
 
 
@@ -89,17 +80,11 @@ def shared_elements(
     ep: int,
     has_buckets: bool = True,
 ) -> int:
-    """Returns how many engine elements share the trainer's memory, on the rank that shares the
-    fewest.
+    """Returns the engine elements in the trainer's memory, on the rank that shares the fewest.
 
-    A rank trains only the layers of its pipeline stage, and sharded tensors are shared only if
-    engine and trainer shard them identically.
-
-    Args:
-        family, shape: Family and sizes of the model.
-        layout: Training layout.
-        tp, ep: Parallel sizes of an engine replica.
-        has_buckets: See `stacks_are_even`.
+    A rank trains only its pipeline stage, and tensors are shared only if engine and trainer shard
+    them identically. `tp` and `ep` are of an engine replica; `has_buckets` is as in
+    `stacks_are_even`.
     """
     thin, stages = _thin(family, shape), _without_replicas(layout)
     one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)

@@ -1,12 +1,11 @@
 """Predicts how long a step's phases take, from the model, layout, cluster and sample lengths.
 
-No torch. Estimates what a rank computes, copies and sends, and divides these amounts by the
-cluster's rates. The constants below correct these estimates. The constants were fitted to steps and
-passes on H200 (benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json,
-layouts_moe_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of
+No torch. Divides what a rank computes, copies and sends by the cluster's rates. The constants below
+correct these estimates. They were fitted to steps and passes on H200 (step, step_h200_lag, layouts,
+layouts_moe, train, train_moe and rollout in benchmarks/results/*_h200.json, and the mixture of
 experts in step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction).
-Predictions for other GPUs differ only in the rates. These predictions were compared with steps on
-H100; other GPUs and transfers between nodes were not measured.
+Predictions for other GPUs differ only in the rates. They were compared with steps on H100; other
+GPUs and transfers between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -93,12 +92,8 @@ STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 class Times:
     """Durations of a step's phases, in seconds.
 
-    Args:
-        scoring: Forward passes of frozen models, and forward passes for old log-probabilities and
-            values.
-        update: Forward and backward passes of trained models, and optimizer steps.
-        reshard: Transferring weights to the engines.
-        rest: Rewards and advantages.
+    `scoring`: forward passes of frozen models, and for old log-probabilities and values. `update`:
+    passes of trained models, and optimizer steps. `rest`: rewards and advantages.
     """
 
     generation: float
@@ -117,11 +112,8 @@ class Times:
 class Packs:
     """Micro-batches that one data-parallel replica computes in one update.
 
-    Args:
-        num_micro: Number of micro-batches.
-        tokens: Total number of tokens; each micro-batch counts a shared prompt once.
-        pairs: Number of token pairs in which one attends to the other.
-        head_tokens: Number of tokens for which the head is computed.
+    A shared prompt's tokens count once per micro-batch. `pairs` are tokens that attend to another,
+    `head_tokens` those for which the head is computed.
     """
 
     num_micro: int
@@ -157,23 +149,15 @@ def _beside(gpu_s: float, host_s: float) -> float:
 
 
 def giving_back_s(share: float) -> float:
-    """Returns the expected extra seconds per step if both phases may have to free their memory.
-
-    Args:
-        share: Share of GPU memory that training and engine are predicted to use together.
-    """
+    """Returns a step's extra seconds if phases share `share` of GPU memory and may free theirs."""
     chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
     return GIVING_BACK_S * min(1.0, max(0.0, chance))
 
 
 def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> float:
-    """Returns the time of an Adam step.
+    """Returns the time of an Adam step over a rank's share of the optimizer state.
 
-    A state in host memory is copied in both directions at the same time, while other pieces are
-    updated.
-
-    Args:
-        num_updated: Number of parameters whose optimizer state a rank holds.
+    A state in host memory is copied in both directions while other pieces are updated.
     """
     traffic = PIECEWISE_TRAFFIC if level.is_low_precision else ADAM_TRAFFIC
     on_device = num_updated * traffic / (assumed.values["memory_gb_per_s"].value * 1e9)
@@ -187,12 +171,8 @@ def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> flo
 class PassTimes:
     """Predicts the time of passes over micro-batches.
 
-    Args:
-        shape: Sizes of the model.
-        layout: Training layout.
-        assumed: Cluster.
-        head_size: Number of the head's outputs.
-        adapter_params: Number of the LoRA adapters' parameters that each token is multiplied with.
+    `head_size` is the number of the head's outputs, `adapter_params` the number of adapter
+    parameters that each token is multiplied with.
     """
 
     shape: ModelShape
@@ -208,14 +188,7 @@ class PassTimes:
     def update_s(
         self, found: Packs, recompute: str, num_trained: int, shares: BackwardShares = ALL
     ) -> float:
-        """Returns the time of forward and backward passes over all micro-batches.
-
-        Args:
-            found: Micro-batches of the update.
-            recompute: Value of `train.recompute`.
-            num_trained: Number of parameters that a rank trains.
-            shares: Shares of the backward pass that are needed.
-        """
+        """Returns the time of passes over all micro-batches, with the needed backward `shares`."""
         forward, backward = self._host_s()
         factor = 1 + self._backward() * (shares.flow + shares.weights) / 2
         if recompute == "full":
@@ -226,13 +199,7 @@ class PassTimes:
         return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
 
     def optimizer_s(self, level: OptimizerLevel, num_trained: int, num_updated: int) -> float:
-        """Returns the time of gradient reduction, optimizer step and parameter gather.
-
-        Args:
-            level: Level of the optimizer state.
-            num_trained: Number of parameters that a rank trains.
-            num_updated: Number of parameters whose optimizer state a rank holds.
-        """
+        """Returns the time of gradient reduction, optimizer step and parameter gather."""
         layout = self.layout
         replicas = layout.dp * layout.cp
         moved = num_trained * (4 + 2) * (replicas - 1) / replicas
@@ -362,12 +329,10 @@ def generation_s(
     """Predicts the time of generation, in which each decoding step reads weights and cache once.
 
     Args:
-        adapter_params: Number of the parameters of adapters that the engine holds and multiplies
-            each token with.
         num_ranks: Number of ranks with engines.
         engine_bytes: Size of the engine weights on a rank.
-        max_requests: Number of requests that a replica decodes concurrently; None for
-            `rollout.max_batch`.
+        max_requests: Requests that a replica decodes concurrently; None for `rollout.max_batch`.
+        adapter_params: Adapter parameters in the engine with which each token is multiplied.
     """
     tp, steps = config.rollout.tp, config.steps
     replicas = max(1, num_ranks // tp)
@@ -426,12 +391,9 @@ def step_times(
     """Predicts the phases of a step in which all models share all ranks.
 
     Args:
-        models: Models of the run, the policy first.
-        held: Number of policy parameters that the fullest rank trains, and number of parameters
-            whose optimizer state that rank holds.
-        engine_bytes: Size of the engine weights on a rank.
-        synced_bytes: Number of these bytes that each sync writes.
-        crossing_bytes: Number of the synced bytes that the rank receives from other ranks.
+        held: Policy parameters that the fullest rank trains, and those whose state it holds.
+        engine_bytes, synced_bytes: Engine weights on a rank, and those that each sync writes.
+        crossing_bytes: Synced bytes that the rank receives from other ranks.
         max_requests: Number of requests that a replica decodes concurrently.
     """
     lengths, train, steps = Lengths.of(config), config.train, config.steps
@@ -471,11 +433,7 @@ def step_times(
 
 
 def engine_note(config: Config) -> str | None:
-    """Returns a note about the prediction if no constants were fitted to such runs.
-
-    Returns None if constants were fitted to the engine, or if nothing is generated, and the run has
-    no adapters.
-    """
+    """Returns a note if no constants were fitted to such runs with an engine or adapters."""
     engine, notes = config.rollout.engine, []
     if not ENGINES[engine].has_fitted_times and _has_rollouts(config):
         fitted = " and ".join(name for name, traits in ENGINES.items() if traits.has_fitted_times)

@@ -1,10 +1,8 @@
-"""Writes one HTML page about one or several runs, as a single file that needs no network.
+"""Writes one HTML page about one or several run folders, as a single file that needs no network.
 
-Reads only run folders. Does not import torch. Omits what a run did not record. Rollout texts are
-untrusted. Invariants: the page contains these texts as JSON without a "<", so that no HTML parser
-mistakes the texts for markup, and the page's script inserts them as text nodes; the
-Content-Security-Policy allows only the package's own scripts and styles, identified by their
-digests; the page cannot connect to anything, except to its own server if it is served.
+Rollout texts are untrusted. Invariants: the page contains them as JSON without a "<", and its
+script inserts them as text nodes; the Content-Security-Policy allows only the package's own scripts
+and styles, by their digests; the page connects to nothing but the server that served it.
 """
 
 from __future__ import annotations
@@ -59,12 +57,8 @@ def write_report(
 ) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
-    If there are other runs to compare, the file is `comparison.html` instead.
-
-    Args:
-        run_dir: Run folder to which the file is written.
-        other_dirs: Folders of other runs to compare with.
-        planned_gib: For each run, the memory that `plan` predicts for each phase.
+    With other runs to compare, the file is `comparison.html`. `planned_gib` is the memory that
+    `plan` predicts for each phase, for each run.
 
     Raises:
         DataError: A folder contains no metrics.
@@ -105,12 +99,7 @@ def page_data(
 
 
 def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
-    """Returns the page, encoded in UTF-8.
-
-    Args:
-        data: Data from `page_data`.
-        tag: State of the run folders, if the page is served and polls its server; None for a file.
-    """
+    """Returns the page in UTF-8. `tag` is the state of run folders that a server follows."""
     template = Environment(autoescape=True).from_string(TEMPLATE)
     scripts, styles = _texts(SCRIPTS), _texts(STYLES)
     text = template.render(
@@ -132,11 +121,7 @@ def embedded(data: object) -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Returns the page's Content-Security-Policy, which allows only the package's own scripts and
-    styles.
-
-    A served page may also connect to its own server.
-    """
+    """Returns the page's policy: the package's own scripts and styles, and a live page's server."""
     parts = {
         "default-src": "'none'",
         "script-src": " ".join(map(_digest, _texts(SCRIPTS))),
@@ -226,9 +211,7 @@ def _facts(run: RunData) -> dict[str, str]:
 
 
 def _data_parallel(config: _Config, ranks: object) -> str:
-    """Returns the data parallel size as text; "" if it is 1, or unknown because roles have their
-    own ranks.
-    """
+    """Returns the data parallel size as text; "" if it is 1, or if roles have their own ranks."""
     has_own = any(v is not None for k, v in config.values.items() if k.endswith(".ranks"))
     split = [config.values.get(f"train.{axis}", 1) for axis in ("tp", "pp", "cp")]
     if has_own or not isinstance(ranks, int) or not all(isinstance(size, int) for size in split):
@@ -270,10 +253,7 @@ def _finite(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def evaluations(run: RunData) -> dict[str, Any] | None:
-    """Returns the table of a run's evaluations, or None if there are none.
-
-    Each row is one step with its results and standard errors, the newest first.
-    """
+    """Returns the table of a run's evaluations, newest step first; None if there are none."""
     errors = "_stderr"
     names = sorted(n for n in run.names if n.startswith("eval/") and not n.endswith(errors))
     rows = []

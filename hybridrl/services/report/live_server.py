@@ -28,10 +28,6 @@ FOLLOWED_PATTERNS = ("rollouts/step_*.jsonl", "traces/*.phases.json")
 class LiveReport:
     """Response bodies of the server, computed once for each state of the folders.
 
-    Args:
-        folders: Run folders to show.
-        planned_gib: See `write_report`.
-
     Raises:
         DataError: A folder contains no metrics.
     """
@@ -68,11 +64,7 @@ class LiveReport:
 
 
 def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
-    """Returns a server for the page, which is already listening.
-
-    Args:
-        report: Report to serve.
-        port: Port on the loopback interface; 0 for any free port.
+    """Returns a server for the page, listening on a loopback port; 0 for any free port.
 
     Raises:
         UserError: The server cannot listen on the port.

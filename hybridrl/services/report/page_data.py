@@ -1,7 +1,7 @@
 """Reads the data that the report page shows about a run, as plain JSON values.
 
-Reads only run folders. Does not import torch. Omits data that the run did not record. Includes at
-most MOST_SAMPLES samples, from evenly spaced dumps, to limit the size of the page.
+Omits data that the run did not record. To limit the size of the page, includes at most MOST_SAMPLES
+samples, from evenly spaced dumps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ class RunData:
     """Data about one run for the page.
 
     Args:
-        label: Name of the run on the page.
-        records: Metrics of each step.
         config: The resolved configuration as YAML; "" if the run folder has none.
         starts: Records of the run's starts (loop/journal.py), the oldest first.
-        has_finished: Whether the run folder has a summary, which a run writes after its last step.
-        samples: Samples from the run's dumps, each with its step.
+        has_finished: Whether the run folder has a summary, which is written after the last step.
         dumps: Total number of dumps, including those that are not shown.
         timelines: Phases of each rank in traced steps (loop/trace.py).
         planned_gib: Memory that `plan` predicts for each phase.
@@ -72,11 +69,6 @@ class RunData:
 
 def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None = None) -> RunData:
     """Reads a run folder.
-
-    Args:
-        folder: Folder of a run.
-        label: Name of the run on the page.
-        planned_gib: See `RunData`; None if unknown.
 
     Raises:
         DataError: The folder contains no metrics.
@@ -172,11 +164,7 @@ def _plain(value: Any) -> Any:
 
 
 def _samples(directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the samples to show, and the total number of dumps.
-
-    The samples come from at most MOST_DUMPS dumps, evenly spaced from the first to the newest. Each
-    dump contributes at most the same number of samples.
-    """
+    """Returns samples from at most MOST_DUMPS evenly spaced dumps, and the number of all dumps."""
     dumps = sorted(directory.glob("step_*.jsonl"))
     chosen = evenly(dumps, MOST_DUMPS)
     samples: list[dict[str, Any]] = []

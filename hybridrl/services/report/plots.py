@@ -1,8 +1,7 @@
 """Defines the figures on the report page: their metrics, titles and order.
 
 A table lists the fixed figures; others depend on which metrics the runs recorded (layers, loss
-terms, reward parts, environments). The page itself draws the figures (page/page.js). Does not
-import torch.
+terms, reward parts, environments).
 """
 
 from __future__ import annotations
@@ -21,18 +20,14 @@ class Plot:
     """A figure on the report page.
 
     Args:
-        title: Title of the figure.
         metrics: Metrics to show, by their labels in the legend.
-        unit: Unit of the vertical axis.
         is_log: Whether the vertical axis is initially logarithmic; the reader can change this.
-        starts_at_zero: Whether the vertical axis starts at 0.
         needs_others_than_zero: Whether the figure is omitted if all values are 0.
         kind: "lines", or "stack" for stacked areas, with one figure for each run.
         errors: For some metrics, the metric that contains their standard errors.
         levels: Name of a set of horizontal lines that each run's data provide
             (`RunData.planned_gib`).
-        whole: Metric with the total of a stack; the difference from the sum of the metrics is shown
-            as "rest".
+        whole: Metric with a stack's total; the difference from its parts is shown as "rest".
     """
 
     title: str
@@ -290,9 +285,7 @@ def _environment(names: Collection[str], source: str) -> list[Plot]:
 
 
 def _evaluations(names: Collection[str]) -> list[Plot]:
-    """Returns one figure per evaluation metric with all evaluation sets, without the run's own
-    accuracy.
-    """
+    """Returns one figure per metric with all evaluation sets, without the run's own accuracy."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names):
         parts = name.split("/")

@@ -1,10 +1,8 @@
-"""Reward for responses that are programs: runs each program against tests in a sandbox. Does not
-import torch.
+"""Reward for responses that are programs: runs each against tests in a sandbox. No torch.
 
-Owns the inputs to a program and the conversion of its result to a score. contain.py isolates the
-program, which runs in a separate process without network access, with limits on time, memory, files
-and processes. A program that fails, hangs or reaches a limit scores 0; a reached limit is counted
-as `limits`. A failure of the sandbox itself counts as a failure of the scorer.
+contain.py isolates the program in a separate process without network access, with limits on time,
+memory, files and processes. A program that fails, hangs or reaches a limit scores 0; a reached
+limit is counted as `limits`. A failure of the sandbox itself counts as a failure of the scorer.
 """
 
 from __future__ import annotations
@@ -60,14 +58,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of running a program.
-
-    Args:
-        code: Exit code, or 128 plus the number of the signal that ended the program.
-        output: Standard output.
-        error: Standard error.
-        is_limited: Whether the program was stopped by a limit.
-    """
+    """Output of a program, and its exit code or 128 plus the number of the signal that ended it."""
 
     code: int
     output: str
@@ -135,8 +126,10 @@ class Code:
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a score from 0 to 1. The score carries the note `limits` if a run reached a
-        limit, or `unjudged` if failed tests use something that the judge does not support.
+        """Returns a score from 0 to 1, with a note.
+
+        The note is `limits` if a run reached a limit, or `unjudged` if failed tests use something
+        that the judge does not support.
 
         Raises:
             DataError: The row has no tests.
@@ -184,11 +177,10 @@ def run_program(
     """Runs a Python program in the sandbox, alone or against tests.
 
     Args:
-        program: Source code of the program.
         given: Text for standard input.
         limits: `time_s`, `memory_mib`, `disk_mib` and `processes`.
-        tests: Assert statements that use names of the program. If tests are given, `code` in the
-            result is their verdict.
+        tests: Assert statements that use names of the program; `code` in the result is then their
+            verdict.
         readable: Further readable paths (see `Code`).
 
     Raises:
@@ -247,9 +239,9 @@ def _is_limited(code: int, error: str) -> bool:
 
 @functools.cache
 def _code_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder with compiled copies of the modules that run in the sandbox. The
-    modules are compiled because the sandbox cannot write compiled files, and copied because the
-    package may not be readable inside.
+    """Returns a temporary folder with compiled copies of the modules that run in the sandbox.
+
+    The sandbox cannot write compiled files, and the package may not be readable inside.
     """
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
     os.chmod(folder.name, 0o755)  # if the trainer is root, the program runs as another user
@@ -282,9 +274,7 @@ def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:
-    """Reads a process's output until it ends. Also returns whether a size or time limit was
-    exceeded.
-    """
+    """Returns a process's output, and whether it exceeded its size or time limit."""
     assert process.stdout is not None and process.stderr is not None
     found = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = found

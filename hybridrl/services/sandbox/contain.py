@@ -11,12 +11,7 @@ When process 1 of a namespace ends, the kernel kills all its processes. Process 
 outer process, and the outer process dies with its parent. Therefore neither daemons nor fork bombs
 survive.
 
-bubblewrap offers similar isolation, but it is a system package that GPU images and clusters rarely
-have. If the trainer is root, bubblewrap either runs the program under root's user id, or needs user
-namespaces, which docker's root with SYS_ADMIN may not be allowed to create. Here, the program then
-runs as a separate user that owns no files. bubblewrap would replace only `_build_root` and
-`_enter_namespaces`, about 90 lines. Resource limits, the system call filter, the two roles, and the
-distinction between sandbox failures and program failures would still be needed. Requires Linux
+bubblewrap would replace only `_build_root` and `_enter_namespaces` (docs/adr/0008). Requires Linux
 5.12, or 5.14 without root.
 """
 
@@ -80,9 +75,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Runs the plan from file descriptor argv[1] with the tests from descriptor argv[2] (-1 for
-    none). Exits with the code of the program (128 + the signal number if a signal ended it), or
-    with a verdict from verdict.py.
+    """Runs the plan from descriptor argv[1] with the tests from descriptor argv[2] (-1 for none).
+
+    Exits with the program's code (128 + the number of a signal), or a verdict from verdict.py.
     """
     tests = int(sys.argv[2])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -118,14 +113,11 @@ def main() -> None:
 def _start(
     role: Callable[[], None], own: list[int], others: list[int], with_proc: bool = False
 ) -> int:
-    """Starts a role as process 1 of a new namespace. Returns the id of the process that waits for
-    it.
+    """Starts a role as process 1 of a new namespace. Returns the id of the process that waits.
 
     Args:
-        role: Function that the new process runs.
-        own, others: File descriptors that belong to this role and to the other role. Descriptors of
-            the other role are closed, because that role sees no end of file while they are open
-            here.
+        own, others: File descriptors of this role and of the other role, which are closed, because
+            the other role sees no end of file while they are open here.
         with_proc: Whether to mount /proc for the namespace.
     """
     waiting = os.fork()
@@ -166,19 +158,16 @@ def _enter_namespaces() -> bool:
 
 
 def _has_users() -> bool:
-    """Whether this process, which runs as root, may switch to any user id. Root in a container
-    often lacks this right.
-    """
+    """Whether this process, which runs as root, may switch to any user id, unlike in containers."""
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
 
 
 def _build_root(plan: dict[str, Any]) -> None:
-    """Switches this process to an empty root directory, and mounts the visible files in it.
+    """Switches to an empty root directory, and mounts the visible files in it.
 
-    The host's root remains the current folder of this process until _close_root, so that host files
-    can be mounted from it.
+    The host's root stays the current folder until _close_root, as the source of mounts.
     """
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     somewhere = os.path.dirname(__file__)  # any existing folder; the mount hides it briefly
@@ -256,9 +245,7 @@ def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
 
 
 def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
-    """Starts the program and exits with the program's exit code. As process 1, it also reaps
-    orphaned processes.
-    """
+    """Runs the program as a child of process 1, reaps orphans, and exits with its code."""
     failed, failing = os.pipe()  # closed when the program starts (exec)
     running = os.fork()
     if not running:
@@ -346,9 +333,7 @@ def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
 
 
 def _wait(pid: int, until: float) -> int:
-    """Returns the exit code of a role, or the code for SIGALRM if the role has not ended by
-    `until`.
-    """
+    """Returns the exit code of a role, or that of SIGALRM if it has not ended by `until`."""
     watched = select.poll()
     watched.register(os.pidfd_open(pid), select.POLLIN)
     if not watched.poll(max(0.0, until - time.monotonic()) * 1000):

@@ -1,16 +1,14 @@
-"""Runs the assert statements of a data row in their own process; no code of the scored program runs
-here.
+"""Runs the asserts of a data row in their own process; no code of the scored program runs here.
 
-Names that the tests do not define refer to the program. The values of such names arrive as plain
-copies (values.py), or as stand-ins whose calls, attributes and special methods run in the program's
+Names that the tests do not define refer to the program. Their values arrive as plain copies
+(values.py), or as stand-ins whose calls, attributes and special methods run in the program's
 process (rpc.py). This process evaluates asserts, compares plain values and decides the verdict.
 
-If the program ran an operator on a plain operand, the program would see the expected value and
-could claim equality. Therefore the operator runs in this process: on the plain value of the
-program's object if its class derives from a plain class (list, int ...); otherwise it fails, and
-`==` returns False. Exception: for objects that the tests construct through a capitalized name
-(`Stack()`), operators run in the program, because the tests check these operators. Imports only the
-standard library, rpc.py, values.py and verdict.py.
+An operator that ran in the program on a plain operand would reveal the expected value. Therefore it
+runs here: on the plain value of the program's object if its class derives from a plain class (list,
+int ...); otherwise it fails, and `==` returns False. Exception: for objects that the tests
+construct through a capitalized name (`Stack()`), operators run in the program, because the tests
+check these operators.
 """
 
 from __future__ import annotations
@@ -98,9 +96,7 @@ class Mirror(type):
 
 
 class Judge(Peer):
-    """The tests' end of the pipes. Each object of the program has exactly one stand-in, so that
-    `is` works.
-    """
+    """The tests' end of the pipes. An object has exactly one stand-in, so that `is` works."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
@@ -181,9 +177,7 @@ class Judge(Peer):
     def _call_and_track(
         self, before: int | None, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a function, and marks the result as constructed by the tests if it is new (number
-        >= `before`).
-        """
+        """Calls a function; a result that is new (number >= `before`) is of the tests' making."""
         were = set(self._direct)
         new = self.ask(function, *args, **kwargs)
         number = self._numbers.get(id(new))
@@ -324,17 +318,16 @@ class Judge(Peer):
             self.ask(Name("builtins", "setattr"), of, name, value)
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
-        """Returns the function that the program calls. The program may name a function only in
-        order to call it.
-        """
+        """Returns the named function. The program may name it only in order to call it."""
         if json_value[0] == "name":
             return Name(*json_value[1:])
         return super().target(json_value, decoder)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a call by the program on a lent object. The program may call functions, advance
-        iterators, and use public attributes and special methods of objects whose classes the tests
-        define.
+        """Runs a call by the program on an object that the tests have lent to it.
+
+        Allowed are functions, iterators, and public attributes and special methods of objects whose
+        classes the tests define.
         """
         if not isinstance(target, Name):
             if self._lent.get(id(target)) not in ("function", "object"):
@@ -361,9 +354,7 @@ def _check_public(of: Any, name: str, *value: Any) -> None:
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a callable so that, as a class attribute, it receives the instance as its first
-    argument.
-    """
+    """Wraps a callable so that, as a class attribute, it receives the instance first."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -372,9 +363,7 @@ def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
-    """Returns the module and name of a function or class that can be imported, or None if the tests
-    define it.
-    """
+    """Returns the module and name of what can be imported; None if the tests define it."""
     name = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None) or "builtins"
     if not isinstance(name, str) or not isinstance(module, str) or module == TESTS:
@@ -433,9 +422,7 @@ class Names(dict):
 
 
 def main(text: str, source: int, target: int) -> NoReturn:
-    """Runs the tests against the program at the other ends of the pipes. The exit code is the
-    verdict.
-    """
+    """Runs the tests against the program at the other ends. The exit code is the verdict."""
     side = Judge(source, target)
     sys.modules[TESTS] = types.ModuleType(TESTS)
     try:

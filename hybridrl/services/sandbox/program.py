@@ -1,6 +1,4 @@
-"""Runs main.py in the program's process, then serves calls from the tests; contain.py starts this
-process. From hybridrl, it imports only rpc.py and values.py, which are copied next to it.
-"""
+"""Runs main.py in the program's process, then serves calls from the tests. Runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Program(Peer):
         return found
 
     def _class(self, kind: type) -> list[Any]:
-        """Encodes a reference to a class. The first reference also contains its name, bases and
-        special methods.
-        """
+        """Encodes a reference to a class, at first with its name, bases and special methods."""
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
         number = self.export(kind)

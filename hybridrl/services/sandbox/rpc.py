@@ -1,9 +1,7 @@
-"""Remote calls between the process of the tests (judge.py) and the process of the program
-(program.py). Neither process runs code from the other.
+"""Remote calls between the tests (judge.py) and the program (program.py), without shared code.
 
-Messages are JSON (values.py). If a call changes a list, dict or other container that it received as
-an argument, the caller's container changes too. values.py is the only module of hybridrl that this
-file imports.
+Messages are JSON (values.py, the only module imported here). If a call changes a list, dict or
+other container that it received as an argument, the caller's container changes too.
 """
 
 from __future__ import annotations
@@ -53,11 +51,9 @@ METHODS = ("__call__", "__enter__", "__exit__")
 
 
 class Peer:
-    """One end of the connection: sends calls, and answers calls from the other end while it waits
-    for a result.
+    """One end of the connection: sends calls, and answers calls while it waits for a result.
 
-    Args:
-        source, target: File descriptors of the pipes from and to the other end.
+    `source` and `target` are file descriptors of the pipes from and to the other end.
     """
 
     def __init__(self, source: int, target: int) -> None:

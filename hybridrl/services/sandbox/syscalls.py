@@ -124,9 +124,7 @@ def numbers(text: str, machine: str) -> dict[str, int]:
 
 
 def system_call_filter(machine: str) -> bytes:
-    """Returns the filter as the kernel expects it (an array of struct sock_filter). Returns empty
-    bytes for a machine type that is not in AUDIT.
-    """
+    """Returns an array of struct sock_filter; empty bytes for a machine that is not in AUDIT."""
     if machine not in AUDIT:
         return b""
     other = numbers(OTHERS, machine)

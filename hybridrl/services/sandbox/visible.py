@@ -1,7 +1,4 @@
-"""Lists the host files that a sandboxed program can read: the interpreter, its packages, system
-libraries and programs, and paths that the user adds. Imports neither torch nor other modules of
-hybridrl.
-"""
+"""Lists the host files that a sandboxed program can read. Imports nothing of hybridrl."""
 
 from __future__ import annotations
 
@@ -31,14 +28,10 @@ print(json.dumps([sys.path, prefixes, [sys.executable, sys._base_executable], so
 
 @functools.cache
 def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the paths that a sandboxed program can read.
+    """Returns the paths that a sandboxed program can read, including `more`.
 
-    Args:
-        more: Additional files and folders.
-
-    Returns:
-        `real` lists paths without symbolic links, none of which is inside another. `links` maps
-        symbolic links on these paths to their targets. `path` is the interpreter's sys.path.
+    `real` lists paths without symbolic links, none of which is inside another. `links` maps
+    symbolic links on these paths to their targets. `path` is the interpreter's sys.path.
     """
     command = [sys.executable, "-I", "-c", QUERY]
     answer = subprocess.run(command, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
