@@ -1,6 +1,4 @@
-"""Table of algorithms by name. Importing this module does not import torch; calling
-`make_algorithm` does.
-"""
+"""Table of algorithms by name. Only `make_algorithm` imports torch."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Creates the algorithm for a config section.
 
-    A built-in algorithm receives the section. A user's class, `package.module:Class`, receives the
-    section's `options` as keyword arguments.
+    A user's class, `package.module:Class`, receives the section's `options` as keyword arguments.
 
     Raises:
         UserError: The class cannot be imported or instantiated, or lacks a member of `Algorithm`.
@@ -69,8 +66,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 def needs_of(config: AlgorithmConfig) -> Needs:
     """Returns the needs of the algorithm that a section selects.
 
-    Sections of built-in algorithms declare the needs. For a user's algorithm, its class is imported
-    and instantiated.
+    A user's class is imported and instantiated.
 
     Raises:
         UserError: See `make_algorithm`.

@@ -36,17 +36,13 @@ def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tenso
 
 
 def sequence_kl(batch: TrainBatch, needed_by: str) -> float:
-    """Returns the KL (k1) to the reference, summed over each response and averaged over responses,
-    in nats per response.
-    """
+    """Returns the KL (k1) to the reference per response, averaged over responses, in nats."""
     kl_R = response_values(token_kl(batch, "k1", needed_by), batch)
     return float(OverTokens(batch).totals(kl_R)) / batch.by_sample().num_samples
 
 
 def last_token_rewards(reward_H: Tensor, response_lengths_H: Tensor) -> Tensor:
-    """Returns token rewards: each sample's reward at its last response token, zero at all others:
-    (R,) float64.
-    """
+    """Returns each sample's reward at its last response token, zero at others: (R,) float64."""
     rewards_R = torch.zeros(int(response_lengths_H.sum()), dtype=torch.float64)
     rewards_R[response_lengths_H.cumsum(0) - 1] = reward_H.double()
     return rewards_R
@@ -100,11 +96,7 @@ def gae(
 
 
 def _discounted_sums(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) -> Tensor:
-    """Returns the sum over l >= 0 of decay^l value_{t+l} for each token t, within its sample: (R,).
-
-    Args:
-        decay: Decay per token: one number for all samples, or one per sample.
-    """
+    """Returns the sum over l >= 0 of decay^l value_{t+l} for each token t, in its sample: (R,)."""
     decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
     if not bool(decay_B.any()):  # also true if this rank has no samples
         return value_R
@@ -184,13 +176,9 @@ def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool)
 
 
 def divided_by_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
-    """Divides each value by the standard deviation (n - 1) of its group plus 1e-6.
+    """Divides values by the standard deviation (n - 1) around their group's mean, plus 1e-6.
 
     As in GRPO (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2).
-
-    Args:
-        centred_B: Rewards minus a baseline. The standard deviation is computed around the mean of
-            these values.
     """
     size_B = _group_sum(torch.ones_like(centred_B), group_B)
     square_B = _group_sum(minus_group_mean(centred_B, group_B).square(), group_B)
@@ -208,8 +196,7 @@ def zero_groups(advantages_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def informative_scale(is_uninformative_B: Tensor) -> float:
-    """Returns B / (B - M) if M of B samples are uninformative, or 1 if all samples are
-    uninformative.
+    """Returns B / (B - M) if M of B samples are uninformative, or 1 if all are.
 
     GPG calls this factor accurate gradient estimation (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
@@ -218,11 +205,10 @@ def informative_scale(is_uninformative_B: Tensor) -> float:
 
 
 def covariance(advantages_R: Tensor, logp_R: Tensor, over: OverTokens) -> Tensor:
-    """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617, eq. 10):
-    (R,).
+    """Returns (logp - mean) (A - mean) of each token: (R,).
 
-    Log-probabilities come from the policy at the start of the step. The result is therefore the
-    same in all updates of the step and does not depend on how samples are split into micro-batches.
+    Cui et al. 2025, arXiv 2505.22617, eq. 10, with log-probabilities of the policy at the start of
+    the step. The result is the same in all its updates and however samples are split.
     """
     logp_mean, advantage_mean = over.means(logp_R, advantages_R)
     return (logp_R - logp_mean) * (advantages_R - advantage_mean)
@@ -256,12 +242,11 @@ def clip_cov_advantages(
     low: float,
     high: float,
 ) -> Tensor:
-    """Returns the advantages, set to 0 at some tokens with high covariance, which keeps the entropy
-    high.
+    """Returns the advantages, set to 0 at some tokens with high covariance.
 
     Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 11-12) selects, at random, max(1, int(fraction
     * N)) of the tokens whose covariance is in [low, high], where N is the number of tokens on all
-    ranks. The tokens with the smallest keys are selected.
+    ranks: those with the smallest keys. This keeps the entropy high.
     """
     covariance_R = covariance(advantages_R, logp_R, over)
     candidates = ((covariance_R >= low) & (covariance_R <= high)).nonzero()[:, 0]
@@ -272,14 +257,11 @@ def clip_cov_advantages(
 
 
 def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
-    """Returns a pseudo-random number for each given response token: (N,) int64.
+    """Returns a pseudo-random number for each of the given response tokens: (N,) int64.
 
-    The number is a hash of the policy's version, the sample's number in the step, the index of the
-    sequence in the sample and the token's position. It is therefore the same on every rank, for any
-    order of samples, and in a resumed run.
-
-    Args:
-        index_N: Indices into the R response tokens of this rank.
+    It hashes the policy's version, the sample's number in the step, the index of the sequence in
+    the sample and the token's position. It is therefore the same on every rank, for any order of
+    samples, and in a resumed run.
     """
     ends_H = batch.response_lengths_H.cumsum(0)
     sample_N = torch.searchsorted(ends_H, index_N, right=True)
@@ -301,9 +283,7 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def _group_member(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """Returns, for each sample, the value of one member of its group, which is the same member for
-    the whole group.
-    """
+    """Returns, for each sample, the value of one member of its group, the same for the group."""
     _, index_B = group_B.unique(return_inverse=True)
     value_G = torch.zeros(int(index_B.max()) + 1, dtype=value_B.dtype)
     value_G[index_B] = value_B
@@ -311,12 +291,9 @@ def _group_member(value_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
-    """Scales values to mean 0 and standard deviation (n - 1) 1.
+    """Scales samples' values to mean 0 and standard deviation (n - 1) 1.
 
-    Args:
-        values_B: One value per sample.
-        counts_B: Number of times that each value counts, such as the response length. If None, each
-            value counts once.
+    `counts_B` is how often each value counts, such as the response length; None for once.
     """
     num = len(values_B) if counts_B is None else int(counts_B.sum())
     weight_B = 1 if counts_B is None else counts_B
@@ -325,9 +302,7 @@ def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
 
 
 def whiten_tokens(values_R: Tensor, over: OverTokens) -> Tensor:
-    """Scales token values, in place, to mean 0 and standard deviation (n - 1) 1 over the tokens on
-    all ranks.
-    """
+    """Scales values in place to mean 0 and standard deviation (n - 1) 1 over all ranks' tokens."""
     centred_R = values_R.sub_(over.means(values_R))
     return _divided_by_std(centred_R, over.totals(centred_R.square())[0], over.num)
 
@@ -342,18 +317,14 @@ def response_values(column_T: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 def response_column(values_R: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns a column with the values at response tokens and zero at prompt tokens: (T,)
-    float32.
-    """
+    """Returns a column with the values at response tokens, zero at others: (T,) float32."""
     column_T = torch.zeros(batch.num_tokens)
     column_T.numpy()[batch.response_mask_T.numpy()] = values_R.numpy()
     return column_T
 
 
 def sample_column(value_B: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns a column with each sample's value at all its response tokens and zero at prompt
-    tokens: (T,) float32.
-    """
+    """Returns each sample's value at all its response tokens, zero at others: (T,) float32."""
     column_T = repeated(batch.of_held(value_B).float(), batch.lengths_H)
     column_T.numpy()[~batch.response_mask_T.numpy()] = 0
     return column_T

@@ -48,9 +48,7 @@ class Algorithm(Protocol):
         """Columns and models that the trainer must provide."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the step's batch with the column `advantages_T`, and `returns_T` if there is a
-        critic. All ranks call this together.
-        """
+        """Returns the batch with `advantages_T`, and `returns_T` for a critic; collective."""
 
     def denominator(self, batch: TrainBatch) -> float:
         """Returns the divisor for the summed loss of this mini-batch, counted over all ranks."""
@@ -75,9 +73,7 @@ class AdaptiveAlgorithm(Algorithm, Protocol):
     """An algorithm with a state that changes once per step and is saved in checkpoints."""
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Updates the state from the step's batch; returns metrics, which are the same on all
-        ranks.
-        """
+        """Updates the state from the step's batch; returns metrics, equal on all ranks."""
 
     def state(self) -> dict[str, float]:
         """Returns the state for `load_state`, as values that JSON can represent."""
@@ -95,9 +91,7 @@ class GroupAlgorithm(Algorithm, Protocol):
         """Maximum number of rounds in which new prompts replace uninformative groups."""
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns a mask of the samples in uninformative groups; the mask covers whole groups: (B,)
-        bool.
-        """
+        """Returns a mask of the samples in uninformative groups, whole groups: (B,) bool."""
 
 
 @runtime_checkable

@@ -129,9 +129,7 @@ def off_policy_metrics(
 
 
 class _ResponseSums:
-    """Function that returns, at each token, the sum over the token's response, for the responses on
-    this rank.
-    """
+    """Returns, at each token on this rank, the sum over the token's response."""
 
     def __init__(self, lengths_H: Tensor) -> None:
         self._sample_R, self._num = torch.repeat_interleave(lengths_H), len(lengths_H)

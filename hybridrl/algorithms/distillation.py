@@ -41,9 +41,7 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages: discounted sums of the token rewards, plus the weighted
-        group-relative advantage of the reward.
-        """
+        """Returns discounted sums of token rewards, plus the weighted group-relative advantage."""
         config, lengths_H = self.config, batch.response_lengths_H
         token_rewards_T = -self._reverse_kl(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
@@ -62,9 +60,7 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
         return self.with_columns(batch, advantages_T=response_column(advantages_R, batch))
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Also returns `teacher/reverse_kl` for the policy at the start of the step, in nats per
-        token.
-        """
+        """Also returns `teacher/reverse_kl` at the start of the step, in nats per token."""
         reverse_kl = float(OverTokens(batch).means(response_values(self._reverse_kl(batch), batch)))
         return {"teacher/reverse_kl": reverse_kl, **super().after_step(batch)}
 
@@ -100,9 +96,7 @@ class Distillation:
     def loss(
         self, logp_SK: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns the KL. Arguments as in `Algorithm.loss`; `logp_SK` are for the teacher's
-        tokens.
-        """
+        """Returns the KL. Arguments as in `Algorithm.loss`, for the teacher's tokens."""
         mask_S = micro.loss_mask_S
         logp_SK = logp_SK.masked_fill(~mask_S[:, None], 0.0)
         teacher_SK = micro.require("teacher_logp_SK", self.name)
@@ -117,12 +111,9 @@ class Distillation:
 
 
 def forward_kl(teacher_SK: Tensor, logp_SK: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns KL(teacher, policy) over K tokens and the rest, in nats, and the teacher's total
-    probability of the K tokens; each (S,).
+    """Returns KL(teacher, policy) over K distinct tokens and the rest, in nats, and sum p_K: (S,).
 
-    Args:
-        teacher_SK: Teacher's log-probabilities of K distinct tokens.
-        logp_SK: Policy's log-probabilities of the same tokens.
+    Both arguments are log-probabilities of the same tokens.
     """
     p_SK = teacher_SK.exp()
     mass_S, top_S = p_SK.sum(-1), (p_SK * (teacher_SK - logp_SK)).sum(-1)

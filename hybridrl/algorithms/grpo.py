@@ -83,9 +83,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return self.with_columns(batch, **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
-        """Returns KL-Cov's weighted penalty |logp - old_logp| at the selected tokens, as in the
-        authors' code.
-        """
+        """Returns KL-Cov's weighted penalty |logp - old_logp|, as in the authors' code."""
         if self.config.cov_kl_fraction == 0:
             return None
         return micro.require("term_weights_S", self.name) * (logp_S - old_S).abs()
@@ -103,9 +101,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return batch.sequences.of_sequences(zero_groups(advantages_B, samples.group_B))
 
     def _within_groups(self, reward_B: Tensor, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the advantage of each sample within its group: (B,) float64. Errors name
-        `who`.
-        """
+        """Returns each sample's advantage in its group: (B,) float64. Errors name `who`."""
         self._check_groups(samples, who)
         if self.config.normalize_parts:
             return self._compare_parts(samples, who)
@@ -128,8 +124,9 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return {"advantages_T": response_column(kept_R, batch)}
 
     def _compare_parts(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the weighted sum of advantages computed for each part of the reward (GDPO, Liu et
-        al. 2026, arXiv 2601.05242, eq. 4, 5 and 7).
+        """Returns the weighted sum of advantages of each part of the reward.
+
+        GDPO, Liu et al. 2026, arXiv 2601.05242, eq. 4, 5 and 7.
         """
         total_B = torch.zeros(samples.num_samples, dtype=torch.float64)
         for name, part_B in self._parts(samples, who).items():
@@ -166,8 +163,9 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
     def _greedy(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the reward of each prompt's greedy response (ReMax, Li et al. 2023, arXiv
-        2310.10505): (B,) float64.
+        """Returns the reward of each prompt's greedy response: (B,) float64.
+
+        ReMax, Li et al. 2023, arXiv 2310.10505.
         """
         if GREEDY not in samples.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"

@@ -26,9 +26,7 @@ class AdaptiveKl:
     horizon: int
 
     def next(self, coefficient: float, kl: float, num_samples: int) -> float:
-        """Returns the coefficient after a step with the mean KL `kl`. If the KL is not finite, the
-        coefficient does not change, because such a step is skipped.
-        """
+        """Returns the coefficient after a step; unchanged if `kl` is not finite (skipped step)."""
         if not math.isfinite(kl):
             return coefficient
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)

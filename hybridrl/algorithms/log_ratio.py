@@ -17,12 +17,10 @@ MAX_K3 = 10.0  # nats per token
 
 
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns the log-ratio clamped to [-20, 20]; the gradient is 0 outside of this interval. verl
-    and OpenRLHF use the same bounds.
+    """Returns the log-ratio clamped to [-20, 20], as in verl and OpenRLHF, with gradient 0 outside.
 
     An infinite ratio would make the loss infinite, or make its gradient NaN where clipping
-    multiplies the ratio by 0; a single token would then cause the whole optimizer step to be
-    skipped. A NaN stays NaN.
+    multiplies the ratio by 0, and the whole optimizer step would be skipped. A NaN stays NaN.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

@@ -34,8 +34,9 @@ class OnlineDpo(Dpo):
         return uniform_groups(batch.reward_B, batch.group_B)
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the indices of the samples in pairs, ascending. If rewards are tied, the lowest
-        sample number is chosen. If there is no pair, returns only the first sample.
+        """Returns the indices of the samples in pairs, ascending, lowest first in a tie.
+
+        If there is no pair, returns only the first sample.
         """
         is_excluded_B = self.uninformative(batch).numpy()
         reward_B, group_B = batch.reward_B.numpy(), batch.group_B.numpy()
@@ -48,9 +49,7 @@ class OnlineDpo(Dpo):
         return torch.from_numpy(index) if len(index) else torch.zeros(1, dtype=torch.int64)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the samples that form pairs, with their advantages. All advantages are zero if
-        there is no pair.
-        """
+        """Returns the samples of pairs with advantages, which are zero if there is no pair."""
         batch = batch.select(self.selected(batch))
         if bool(self.uninformative(batch).any()):
             zeros_T = torch.zeros(batch.num_tokens)

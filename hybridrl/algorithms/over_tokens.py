@@ -22,11 +22,9 @@ Array = np.ndarray[Any, Any]
 
 
 class OverTokens:
-    """Statistics over the response tokens of a batch. Arguments of shape (R,) have one value for
-    each of the R response tokens on this rank.
+    """Statistics over the `num` response tokens of a batch on all ranks.
 
-    Attributes:
-        num: Number of response tokens on all ranks.
+    Arguments of shape (R,) have one value for each of the R response tokens on this rank.
     """
 
     def __init__(self, batch: RolloutBatch) -> None:
@@ -62,14 +60,10 @@ class OverTokens:
         return batch.completed(found_HK)
 
     def are_first(self, index_N: Tensor, order_N: Tensor, key_N: Tensor, count: int) -> Tensor:
-        """Returns a mask of this rank's candidates that are among the `count` smallest on all
-        ranks, compared by `order_N` and then by `key_N`: (N,) bool.
+        """Returns which of this rank's candidates are among all ranks' `count` smallest: (N,).
 
-        Args:
-            index_N: Indices of this rank's candidates among its R response tokens.
-            order_N: First sort key, float64.
-            key_N: Second sort key, int64.
-            count: Number of tokens to choose, at least 1.
+        Candidates are indices into this rank's R response tokens, compared by `order_N` (float64),
+        then by `key_N` (int64).
         """
         candidates = own = _Candidates(order_N.numpy(), key_N.numpy())
         if (holders := self._batch.holders) is not None:
@@ -88,9 +82,7 @@ class OverTokens:
 
 
 class _Candidates(NamedTuple):
-    """Sort keys of tokens; for marks (see `marks`), also the number of tokens that each mark
-    represents.
-    """
+    """Sort keys of tokens; for marks, also the number of tokens that each represents."""
 
     order_N: Array
     key_N: Array
@@ -111,9 +103,9 @@ class _Candidates(NamedTuple):
         return found
 
     def marks(self) -> _Candidates:
-        """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, including the last
-        one. The count of a mark is the number of candidates after the previous mark, up to and
-        including this mark.
+        """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, with the last.
+
+        A mark's count is the number of candidates after the previous mark, with itself.
         """
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))
@@ -125,9 +117,7 @@ def _concatenated(parts: Sequence[_Candidates]) -> _Candidates:
 
 
 def _bound(marks: Sequence[_Candidates], count: int) -> tuple[Any, Any]:
-    """Returns the sort keys of a bound such that at least `count` candidates on all ranks do not
-    exceed it, or all candidates if there are fewer.
-    """
+    """Returns sort keys that at least `count` candidates, or all, on all ranks do not exceed."""
     found = _concatenated(marks)
     found = found.first(len(found.order_N))
     if found.counts_N is None or not len(found.counts_N):

@@ -121,9 +121,7 @@ class PolicyGradient(Generic[Config]):
         return None
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Adapts the KL coefficient, based on the KL of the step's samples, if `kl_target`
-        is set.
-        """
+        """Adapts the KL coefficient to the KL of the step's samples, if `kl_target` is set."""
         if self._adaptive is None:
             return {}
         used, kl = self.kl_coef, sequence_kl(batch, self.name)
@@ -156,9 +154,10 @@ class PolicyGradient(Generic[Config]):
         return reward_B + overlong_penalty(samples.response_lengths_B, longest, buffer)
 
     def with_columns(self, batch: TrainBatch, **columns: Tensor) -> TrainBatch:
-        """Returns the batch with the columns that `advantages` computed. If samples consist of
-        several sequences and `aggregate` is `sequence_mean`, adds the weight of each token, because
-        a micro-batch may contain only some sequences of a sample.
+        """Returns the batch with the columns that `advantages` computed.
+
+        If samples have several sequences and `aggregate` is `sequence_mean`, adds token weights,
+        because a micro-batch may contain only some sequences of a sample.
         """
         if batch.sequence_B is not None and self.config.aggregate == "sequence_mean":
             length_B = batch.sequences.of_sequences(batch.by_sample().response_lengths_B)
@@ -307,8 +306,7 @@ def soft_gated(
 
 
 def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns, at each position, the sum over its sequence, for a micro-batch of whole sequences:
-    (S,).
+    """Returns the sum over each position's sequence in a micro-batch of whole sequences: (S,).
 
     Uses no atomics, so that results are bitwise reproducible.
     """
@@ -331,9 +329,7 @@ def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
-    """Returns KL(policy, reference), or KL(old, policy) if there is no reference, estimated with
-    k3.
-    """
+    """Returns KL(policy, reference), or KL(old, policy) without a reference, by k3."""
     if reference_S is not None:
         return kl_estimate(logp_S, reference_S, "k3")
     return kl_estimate(old_S, logp_S, "k3")

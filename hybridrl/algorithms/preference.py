@@ -54,9 +54,7 @@ class ResponseLoss(Generic[Config]):
         raise NotImplementedError
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Assigns the advantage -dL/ds of each response to all its tokens, and adds the reward
-        parts for metrics.
-        """
+        """Assigns -dL/ds of each response to all its tokens, with reward parts for metrics."""
         old_T = batch.require("old_logp_T", self.name)
         with torch.enable_grad():
             logp_B = response_sums(old_T, batch).requires_grad_()
@@ -213,9 +211,7 @@ def reference_sums(batch: TrainBatch, needed_by: str) -> Tensor:
 
 
 def log_odds(logp: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)), given log p. p is capped at exp(-1e-7), so that the result is
-    finite.
-    """
+    """Returns log(p / (1 - p)), given log p, with p capped at exp(-1e-7) to be finite."""
     logp = logp.clamp(max=-1e-7)
     return logp - (-logp.expm1()).log()
 

@@ -38,9 +38,7 @@ class RewardModel:
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Stores, at each response's last token, minus the derivative of the loss with respect to
-        the response's score.
-        """
+        """Stores, at each response's last token, minus the loss's derivative by its score."""
         last_H = batch.offsets[1:] - 1
         values_T = batch.require("values_T", self.name)
         with torch.enable_grad():
@@ -76,9 +74,7 @@ class RewardModel:
         return LossOutput(logp_S.masked_fill(~micro.loss_mask_S, 0.0).sum() * 0.0)
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
-        """Returns the loss whose gradient is minus the advantages. Its value is the first-order
-        change of L, which is 0 at the start of the step.
-        """
+        """Returns the loss whose gradient is minus the advantages; 0 at the start of the step."""
         old_S, slope_S = (
             micro.require(f"{name}_S", self.name) for name in ("values", "advantages")
         )

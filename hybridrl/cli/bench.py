@@ -1,7 +1,6 @@
 """`hybridrl bench rollout`: measures how fast each installed engine generates for a run. No torch.
 
-Who waits for whom: for one engine after another, the parent starts ranks and waits until they end.
-Owns the choice of engines and the output.
+The parent starts the ranks of one engine after another and waits until they end.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ Load = Callable[[Sequence[str]], tuple[Config, int]]
 
 
 def measured_engines(asked: str | None) -> list[str]:
-    """Returns the engines to measure: the requested ones, or all installed engines that can
-    generate.
-
-    Args:
-        asked: Comma-separated names; None for all installed engines.
+    """Returns the engines in a comma-separated list, or all installed ones that can generate.
 
     Raises:
         UserError: A name is unknown, or its engine cannot generate.
@@ -65,8 +60,7 @@ def measure(
     load: Load,
     arguments: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
-    """Measures one engine after another and prints each result immediately on stdout; progress is
-    printed on stderr.
+    """Measures one engine after another and prints each result immediately on stdout.
 
     Args:
         all_must: Whether to raise an error if an engine cannot generate for this run; otherwise the
@@ -113,9 +107,6 @@ def measure(
 
 def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
     """Measures on one rank; rank 0 writes the report for the parent.
-
-    Args:
-        num_rounds: Number of timed rounds.
 
     Raises:
         UserError: This rank was not started by the parent command.

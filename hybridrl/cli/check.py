@@ -1,6 +1,4 @@
-"""`hybridrl check`: checks the installation or a cluster, or compares a run's engine with its
-trainer.
-"""
+"""`hybridrl check`: checks the installation, a cluster, or an engine against its trainer."""
 
 from __future__ import annotations
 
@@ -29,10 +27,7 @@ CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 
 
 def refuse_without_rollouts(config: Config, command: str) -> None:
-    """Refuses configurations of runs that do not generate.
-
-    Args:
-        command: Command that needs an engine, for the message.
+    """Refuses configurations of runs that do not generate, for a command that needs an engine.
 
     Raises:
         UserError: The engine cannot generate, or the algorithm has no rollouts.
@@ -66,17 +61,12 @@ def refuse_unlike(other: str, config: Config) -> None:
 
 
 def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the responses of two engines to the same prompts, generated with the same weights.
+    """Compares the responses of two engines to the same prompts, with the same weights.
 
     Greedy tokens are compared up to and including the first that differs, because later tokens
-    continue different texts. For that token each engine reports the log-probability of its own
-    choice; in a tie both values are equal.
-
-    Args:
-        one, other: Reports of `check --mismatch`.
-
-    Returns:
-        Fields of a Finding.
+    continue different texts. For that token each engine reports the log-probability of its
+    choice; in a tie both values are equal. Takes reports of `check --mismatch`, and returns the
+    fields of a Finding.
     """
     names = one["engine"], other["engine"]
     answers = [report["tokens"]["details"].get("greedy") for report in (one, other)]
@@ -110,13 +100,12 @@ def diagnose(
     options: Sequence[str],
     other: str | None,
 ) -> dict[str, Any] | int:
-    """Starts ranks that compare a run's engine with its trainer and, optionally, with a second
-    engine.
+    """Starts ranks that compare a run's engine with its trainer and, optionally, another engine.
 
     Args:
         load: Returns the checked configuration for some overrides, and the number of ranks.
         options: Options of the command that the ranks run.
-        other: The second engine, for which separate ranks are started; None for no second engine.
+        other: The second engine, with separate ranks; None for no second engine.
 
     Returns:
         The report, or the exit code if the ranks failed.

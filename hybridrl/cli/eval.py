@@ -50,10 +50,8 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     """Returns the configuration for an evaluation, and the checkpoint if `source` is a checkpoint.
 
     Args:
-        source: A YAML configuration, a run folder, a checkpoint folder, or an HF or PEFT directory,
-            which needs no run.
-        overrides: `key=value` texts; a value for `rollout.temperature` is used as
-            `eval.temperature`.
+        source: A YAML configuration, a run folder, a checkpoint, or an HF or PEFT directory.
+        overrides: `key=value` texts; `rollout.temperature` is used as `eval.temperature`.
 
     Raises:
         UserError: The configuration cannot be read, or the folder is of none of these kinds.
@@ -100,10 +98,9 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
 
 
 def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration for the adapters in a PEFT directory.
+    """Returns the configuration for the adapters in a PEFT directory, with its tokenizer if any.
 
-    Their base model is the one that adapter_config.json names, unless an override sets model.path.
-    The tokenizer is that of the PEFT directory if it contains one.
+    The base model is that of adapter_config.json, unless an override sets model.path.
     """
     base = read_base_name(source)
     model = {"path": base} if base else {}
@@ -141,9 +138,7 @@ def _shown_path(path: Path) -> Path:
 
 
 def untrained_warning(config: Config, source: Path) -> str | None:
-    """Returns a warning if a run has no checkpoint, so that its base model is evaluated;
-    else None.
-    """
+    """Returns a warning if the base model is evaluated, as a run has no checkpoint; else None."""
     folder = run_folder(config)
     if str(source) == config.run.dir and (os.path.isfile(source / CONFIG_FILE) or is_peft(source)):
         return None
@@ -158,9 +153,7 @@ def untrained_warning(config: Config, source: Path) -> str | None:
 
 
 def template_warning(config: Config, source: Path) -> str | None:
-    """Returns a warning if text prompts are evaluated without the model's chat template because the
-    configuration does not set `data.chat_template`; else None.
-    """
+    """Returns a warning if texts are evaluated without the model's chat template by default."""
     is_set = "chat_template" in config.data.model_fields_set
     is_model = os.path.isfile(source / CONFIG_FILE) or is_peft(source)
     if is_set or not is_model or not has_template(str(source)):
@@ -172,9 +165,7 @@ def template_warning(config: Config, source: Path) -> str | None:
 
 
 def evaluation_text(result: Mapping[str, Any]) -> str:
-    """Formats a result of `evaluate_rank` as text: accuracy on held-out prompts, loss on held-out
-    responses, and a table if there are evaluation sets or several samples per prompt.
-    """
+    """Formats a result of `evaluate_rank` as text: accuracy, loss, and a table of sets if any."""
     lines = list(_own_lines(result)) if result["num_prompts"] else []
     if result["validation"]:
         shown = (f"{name} {value:.4f}" for name, value in result["validation"].items())

@@ -1,5 +1,4 @@
-"""Commands `hybridrl init`, which writes a configuration, and `hybridrl examples`, which copies the
-examples.
+"""`hybridrl init` writes a configuration, `hybridrl examples` copies the examples.
 
 Invariant: existing files are never overwritten.
 """
@@ -103,9 +102,7 @@ def init(
 
 
 def known_parameters(model: str) -> int | None:
-    """Returns the number of parameters of a model whose directory is local; None for a hub name, or
-    if no family supports the model.
-    """
+    """Returns the parameters of a local model; None for a hub name or an unsupported model."""
     if not Path(model).expanduser().is_dir():
         return None
     try:
@@ -129,9 +126,7 @@ def _check_model(name: str, model: str) -> None:
 
 
 def _check_source(source: str) -> None:
-    """Raises UserError if a source of prompts is not a path that exists, and not of the form of a
-    data set on the hub.
-    """
+    """Raises UserError unless a source of prompts exists or has the form of a hub data set."""
     if source.startswith(DATASETS):
         if dataset_name(source) is None:
             raise UserError("--prompts", source, DATASET_FORM, "Correct the name.")
@@ -172,9 +167,7 @@ def examples(
 
 
 def examples_folder() -> Path:
-    """Returns the folder of examples: inside the package if installed from a wheel, next to it in a
-    checkout.
-    """
+    """Returns the folder of examples: inside a wheel's package, next to it in a checkout."""
     package = Path(hybridrl.__file__).parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"

@@ -1,9 +1,7 @@
-"""The command line. The parent process does not import torch; commands import heavy modules only on
-the ranks.
+"""The command line. The parent process does not import torch; only ranks import heavy modules.
 
 Exit codes: 0 success; 2 invalid configuration or data (one message, no traceback); 130 and 143
-stopped by SIGINT and SIGTERM; 1 any other failure. With --json, stdout contains a single JSON
-object.
+stopped by SIGINT and SIGTERM; 1 any other failure. With --json, stdout is a single JSON object.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ RunsFolder = Annotated[
 
 
 def refuse_other_job(asked: int | None) -> None:
-    """Refuses --world if environment variables say that this process is a rank of another job; it
-    would otherwise wait for that job's ranks.
-    """
+    """Refuses --world in a rank of another job, for whose ranks this process would wait."""
     if is_rank() and not is_launched():
         torchrun_world(asked)
 
@@ -108,10 +106,9 @@ def torchrun_world(asked: int | None) -> int:
 
 @contextmanager
 def json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
-    """Yields a function that prints a JSON object; all other output to stdout is sent to stderr.
+    """Yields a function that prints a JSON object; all other output to stdout goes to stderr.
 
-    Redirects the file descriptor, so that output of C libraries is redirected too. If JSON is not
-    wanted, nothing is redirected and the function does nothing.
+    Redirects the file descriptor, also for C libraries. Does nothing if JSON is not wanted.
     """
     if not is_wanted:
         yield lambda content: None

@@ -36,15 +36,9 @@ def run_plan(
     emit: Emit,
     is_full: bool,
 ) -> Outcome:
-    """Plans one layout; chooses it first if the configuration has `layout: auto`.
+    """Plans one layout, which `layout: auto` chooses first.
 
-    Args:
-        file, overrides, world, cluster: Arguments of the command.
-        emit: Function that prints the report if JSON is wanted.
-        is_full: Whether to list every rank.
-
-    Returns:
-        The report as text, and the violations.
+    `emit` prints the report if JSON is wanted. Returns the report as text, and the violations.
     """
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
@@ -64,9 +58,7 @@ def run_search(
     emit: Emit,
     _: bool,
 ) -> Outcome:
-    """Compares all layouts that are compatible with the keys that are set; arguments as in
-    `run_plan`.
-    """
+    """Compares all layouts compatible with the keys that are set; arguments as in `run_plan`."""
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
         started = time.monotonic()

@@ -17,10 +17,9 @@ UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md
 
 
 def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
-    """Uploads an HF directory and returns the URL of the commit.
+    """Uploads an HF directory, whose files' headers are checked; returns the commit's URL.
 
     Args:
-        folder: Folder with config.json and safetensors files; the files' headers are checked first.
         name: Repository on the hub, 'organisation/name'; created if it does not exist.
         private: Whether a new repository is private.
         revision: Branch; None for main.

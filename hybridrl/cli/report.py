@@ -26,11 +26,8 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
     """Writes the page and prints its path, or serves it until the process is interrupted.
 
     Args:
-        folders: Run folders.
-        port: Loopback port on which to serve the page, 0 for any free port; None to write the page
-            to a file.
-        say: Function that prints a line.
-        warn: Function that prints a warning about something that is not shown.
+        port: Loopback port on which to serve, 0 for any free port; None to write a file.
+        say, warn: Functions that print a line, and a warning about something not shown.
 
     Raises:
         UserError: There are too many runs, or the port cannot be used.
@@ -52,11 +49,9 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
 
 
 def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
-    """Returns the planned peak memory, in GiB, of the rank that needs most, in training and in
-    generation.
+    """Returns the planned peak GiB in training and generation of the rank that needs most.
 
-    Empty if unknown. Also empty for runs on CPU, because a plan does not include most of the memory
-    of their processes.
+    Empty if unknown, and on CPU, where a plan lacks most of the memory of processes.
     """
     try:
         start = parse_json((folder / RUN_FILE).read_bytes())["starts"][-1]

@@ -90,9 +90,7 @@ class PolicyGradientConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: a reference model if kl_coef is above 0, and the policy's
-        log-probabilities before the update if the KL is part of the reward or kl_coef is adaptive.
-        """
+        """Needs of all policy gradients: a reference and old log-probabilities as kl_* says."""
         is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
         return Needs(reference=self.kl_coef > 0, old_logps=is_measured, allows_lag=True)
 
@@ -133,11 +131,10 @@ class PolicyGradientConfig(Section):
 
 
 def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
-    """Returns the section with token-level importance weights (TIS) turned on, unless the section
-    sets `weight` or `proximal` itself.
+    """Returns the section with token-level importance weights (TIS), unless it sets its own.
 
-    TIS suits samples that older weights or an engine with FP8 weights generated. It weights each token separately, because the
-    product of ratios over a response that several weight versions generated has unbounded variance.
+    TIS suits samples of older or of FP8 weights. It weights each token separately, because the
+    product of ratios over a response of several weight versions has unbounded variance.
     """
     given = section.correction.model_fields_set
     if {"weight", "proximal"} & given:
@@ -186,9 +183,7 @@ class GrpoConfig(PolicyGradientConfig):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: several samples per prompt or a greedy response, in addition to
-        the shared needs.
-        """
+        """The shared needs, and several samples per prompt or a greedy response."""
         needs = super().needs
         return replace(
             needs,
@@ -301,9 +296,7 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: the teacher's and the policy's log-probabilities of the samples,
-        in addition to the shared needs.
-        """
+        """The shared needs, and the teacher's and the policy's log-probabilities."""
         return replace(super().needs, teacher=True, old_logps=True)
 
     @model_validator(mode="after")
@@ -323,9 +316,7 @@ class CustomAlgorithmConfig(Section):
 
     @property
     def needs(self) -> None:
-        """None, because only the class declares its needs; `algorithms/__init__.py:needs_of`
-        imports the class.
-        """
+        """None, because only the class declares its needs (`algorithms/__init__.py:needs_of`)."""
         return None
 
 
@@ -345,9 +336,7 @@ def _algorithm_tag(value: object) -> str | None:
 
 
 def nearest_algorithm(name: str) -> str | None:
-    """Returns the algorithm name closest to a misspelt one, preferring anagrams; None if no name is
-    close.
-    """
+    """Returns the name closest to a misspelt one, preferring anagrams; None if none is close."""
     given = name.lower()
     swapped = (known for known in ALGORITHM_NAMES if sorted(known) == sorted(given))
     close = difflib.get_close_matches(given, ALGORITHM_NAMES, n=1, cutoff=0.3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(kind: str) -> Path:
-    """Returns the cache folder for one kind of files, such as "prompts"; it may not exist yet.
+    """Returns the cache folder for one kind of files, which may not exist yet.
 
     The root is HYBRIDRL_CACHE, else $XDG_CACHE_HOME, else ~/.cache.
     """

@@ -1,8 +1,4 @@
-"""The section `cluster`: the GPUs, links and nodes that `hybridrl plan` assumes. No torch.
-
-Owns the keys of the section, which are also the keys of a file given by `--cluster FILE`, and the
-data of known GPUs.
-"""
+"""The section `cluster` and `--cluster FILE`: GPUs, links and nodes that a plan assumes. No torch."""
 
 from __future__ import annotations
 
@@ -51,15 +47,7 @@ class ClusterConfig(Section):
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """Memory and rates of one kind of GPU.
-
-    Args:
-        title: Name to print.
-        memory_mib: Memory as CUDA reports it.
-        matrix_tflops, memory_gb_per_s, link_gb_per_s, host_gb_per_s: Rates in the units of
-            ClusterConfig.
-        source: Source of the rates.
-    """
+    """Memory, as CUDA reports it, and rates of one kind of GPU, in the units of ClusterConfig."""
 
     title: str
     memory_mib: int
@@ -85,9 +73,7 @@ KNOWN_GPUS = {
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """Returns the known GPU whose name occurs in a text such as "NVIDIA H200"; None if there is
-    none.
-    """
+    """Returns the known GPU whose name occurs in a text such as "NVIDIA H200"; None if none."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     return next((gpu for key, gpu in KNOWN_GPUS.items() if key in words), None)
 

@@ -1,6 +1,4 @@
-"""The section `algorithm.correction`: off-policy correction for samples that another policy
-generated. No torch.
-"""
+"""The section `algorithm.correction`: correction for samples of another policy. No torch."""
 
 from __future__ import annotations
 

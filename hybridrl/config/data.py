@@ -68,10 +68,9 @@ class DataConfig(Section):
     """If set, only this many prompts are evaluated, starting from the first. By default all are evaluated, so that accuracies are comparable."""
 
     def longest_response(self, max_new_tokens: int) -> int:
-        """Returns the maximum length, in tokens, of a response in the training data.
+        """Returns the maximum number of tokens of a response in the training data.
 
-        Args:
-            max_new_tokens: `rollout.max_new_tokens`, the default for sections that set no length.
+        Sections that set no length have that of `rollout.max_new_tokens`.
         """
         return self.max_response_tokens or max_new_tokens
 

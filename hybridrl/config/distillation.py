@@ -1,6 +1,4 @@
-"""The section `algorithm` for distillation from a teacher: a larger or better model with the same
-vocabulary. No torch.
-"""
+"""The section `algorithm` for distillation from a teacher with the same vocabulary. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The section `environment`: the environment that responds to the policy between its turns. No
-torch.
-"""
+"""The section `environment`, which responds to the policy between its turns. No torch."""
 
 from __future__ import annotations
 

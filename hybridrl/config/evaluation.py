@@ -45,9 +45,9 @@ class EvalSetConfig(Section):
 
     @property
     def scored_by(self) -> RewardConfig:
-        """Reward section that scores the set's responses. If scoring a response fails or times out,
-        the response scores 0 and is counted, because a set contains thousands of rows that nobody
-        has checked.
+        """Reward section that scores the set's responses.
+
+        A response that cannot be scored counts as 0: nobody has checked thousands of rows.
         """
         scorer = self.scorer or FORM_SCORERS[self.form]
         return RewardConfig(**scorer.model_dump(), on_error="value")
@@ -86,9 +86,7 @@ class EvalConfig(Section):
 
 
 def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[UserError]:
-    """Yields the violations of rules between knobs of the section, and between the names of sets
-    and scorers.
-    """
+    """Yields violated rules between knobs of the section, and between names of sets and scorers."""
     sizes = {"eval.samples_per_prompt": section.samples_per_prompt}
     for name, one in section.sets.items():
         sizes[f"eval.sets.{name}.samples_per_prompt"] = section.samples_of(one)

@@ -1,8 +1,7 @@
 """Reads JSON that may be damaged or malicious, and replaces small files. No torch.
 
-Owns the checks that refuse dangerous JSON before it is used, and the errors for a model's small
-JSON files: missing, not a regular file, too large, or not a JSON object. Links are followed,
-because the hub's cache consists of links.
+Owns the errors for a model's small JSON files: missing, not a regular file, too large, or not a
+JSON object. Links are followed, because the hub's cache consists of links.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ def parse_json(
     *,
     allows_half_pairs: bool = False,
 ) -> Any:
-    """Returns the content of JSON text.
+    """Returns the content of JSON text, or of bytes in UTF-8.
 
     Args:
-        text: Text, or bytes in UTF-8.
         pairs: `object_pairs_hook` of json.loads.
         allows_half_pairs: Whether unpaired surrogates, which UTF-8 cannot encode, are allowed.
 
@@ -102,12 +100,7 @@ def read_json_object(
     has_unique_keys: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
-    """Returns the JSON object that a file contains.
-
-    Args:
-        error: Class of the errors to raise.
-        has_unique_keys: Whether a repeated key in an object is an error.
-        max_bytes: Largest size; a larger file is refused without reading it.
+    """Returns the JSON object in a file of at most `max_bytes`, by default with unique keys.
 
     Raises:
         UserError: The file cannot be used; the error is of class `error`.
@@ -175,9 +168,7 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
 
 
 def shown(value: object, max_characters: int = 80) -> str:
-    """Returns a value as shortened one-line ASCII JSON for a message. Values that JSON cannot
-    represent are formatted by `short`.
-    """
+    """Returns a value as shortened one-line ASCII JSON, or formatted by `short`, for a message."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -1,11 +1,9 @@
-"""Sampling options other than temperature and truncation: rules on what engines support and policy
-gradients allow, and values from the model's `generation_config.json`. No torch.
+"""Sampling options other than temperature and truncation, and `generation_config.json`. No torch.
 
 On-policy training assumes that each token is drawn from the trainer's policy: softmax of the logits
 over the temperature. A stop string only ends a response, so the gradient stays correct. Minimum
-lengths and penalties modify the distribution depending on earlier tokens: the engine's
-log-probabilities then belong to another distribution, and the ratio to the policy is not 1 even if
-the weights are equal. A minimum length also sets the end token's probability to 0. Training
+lengths and penalties depend on earlier tokens: the engine's log-probabilities then belong to
+another distribution, and the ratio to the policy is not 1 even if the weights are equal. Training
 therefore refuses these options.
 """
 
@@ -38,8 +36,7 @@ off.
 
 
 def with_generation_config(config: Config) -> Config:
-    """Returns the configuration with unset knobs of `rollout` filled in from the model's
-    generation_config.json, if `rollout.generation_config` is on.
+    """Fills unset knobs of `rollout` from generation_config.json if the configuration says so.
 
     Raises:
         ModelError: The file is missing, or contains a value that the knob does not allow.
@@ -65,15 +62,10 @@ def with_generation_config(config: Config) -> Config:
 
 
 def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end tokens from the model's generation_config.json; empty if there is no such
-    file.
+    """Returns the end tokens from the model's generation_config.json, if there is such a file.
 
-    End tokens apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
+    They apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
     models) list the token that ends a turn only in this file, and never stop without it.
-
-    Args:
-        model: The section `model`.
-        hf_config: Content of config.json.
 
     Raises:
         ModelError: An end token is not in the model's vocabulary.

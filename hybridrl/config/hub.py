@@ -1,8 +1,7 @@
 """Names of models and data sets on the hub, and their commits. No torch.
 
-Owns the syntax of hub names, their places in a configuration, and the lookup of a revision's
-commit. Invariant: a run downloads by commit hash, because branches move. identity.py decides which
-process contacts the hub.
+Invariant: a run downloads by commit hash, because branches move. identity.py decides which process
+contacts the hub.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ class HubName:
 
 
 def model_name(text: str, has_organisation: bool = True) -> HubName | None:
-    """Parses a hub name; returns None for other texts, such as an existing path.
-
-    Args:
-        has_organisation: Whether the name must include an organisation.
-    """
+    """Parses a hub name, by default with an organisation; None for other texts, such as a path."""
     if text.startswith((".", "/", "~")) or os.path.exists(text):
         return None
     repository, at, revision = text.partition("@")
@@ -128,11 +123,7 @@ def names_from_json(text: str) -> dict[Place, HubName]:
 
 
 def adopted(config: Config, other: Config) -> dict[Place, HubName]:
-    """Returns the hub names in a configuration, with commits taken from another configuration.
-
-    A name without a revision receives the commit at the same place in `other` if both name the same
-    repository.
-    """
+    """Returns a configuration's hub names; those without a revision have the commit of `other`."""
     others = hub_names(other)
     found = {}
     for place, name in hub_names(config).items():
@@ -145,11 +136,9 @@ def adopted(config: Config, other: Config) -> dict[Place, HubName]:
 def resolved(
     names: Mapping[Place, HubName], known: Mapping[HubName, str | None]
 ) -> dict[Place, HubName]:
-    """Returns hub names with their commits. Contacts the hub at most once per repository and
-    revision.
+    """Returns hub names, by place, with their commits. Asks the hub once per repository at most.
 
     Args:
-        names: Names by place; errors name the place.
         known: Commits that are already known, by name with an empty `rest`.
 
     Raises:
@@ -169,8 +158,7 @@ def resolved(
 def commit_of(key: str, name: HubName) -> str:
     """Returns the commit of a hub name; contacts the hub only if the name contains no commit.
 
-    Args:
-        key: Key of the configuration, for errors.
+    Errors name `key` of the configuration.
 
     Raises:
         UserError: As in `download`.
@@ -182,11 +170,9 @@ def commit_of(key: str, name: HubName) -> str:
 
 
 def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
-    """Downloads a repository's matching files unless they are cached; returns the cache folder.
+    """Downloads a repository's files that match patterns, unless cached; returns the cache folder.
 
-    Args:
-        key: Key of the configuration, for errors.
-        patterns: File name patterns.
+    Errors name `key` of the configuration.
 
     Raises:
         UserError: The hub has no such repository or revision, or it cannot be reached and its cache
@@ -216,9 +202,7 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
-    """Returns a copy of a configuration with other hub names. They replace interpolations at their
-    places.
-    """
+    """Returns a copy of a configuration with other hub names, also in place of interpolations."""
     found: Config = config.model_copy(deep=True)
     for place, name in names.items():
         found = _with(found, place, str(name))

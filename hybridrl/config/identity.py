@@ -1,8 +1,6 @@
-"""The identity of a run: the knobs that must not change when a run is restarted in its folder. No
-torch.
+"""The identity of a run: knobs that must not change when it is restarted in its folder. No torch.
 
-Owns the list of these knobs, their comparison with the folder's `config.yaml`, and the choice of
-the hub commits that a run uses.
+Owns their list, their comparison with the folder's `config.yaml`, and the choice of hub commits.
 """
 
 from __future__ import annotations
@@ -50,12 +48,10 @@ def run_folder(config: Config) -> Path:
 def check_run_folder(config: Config, trains: bool = True) -> None:
     """Raises an error if the run folder belongs to a run with another identity.
 
-    Args:
-        trains: Whether knobs that only training reads are compared too.
+    `trains` says whether knobs that only training reads are compared too.
 
     Raises:
-        ConfigError: The folder's config.yaml has another value for a knob of the identity, or
-            cannot be read.
+        ConfigError: A knob of the identity differs in config.yaml, or the file cannot be read.
     """
     saved = saved_config(config)
     if saved is not None:
@@ -83,12 +79,8 @@ def pinned(config: Config, *, asks_hub: bool = True) -> Config:
     """Returns a configuration in which every hub name has a commit.
 
     A name without a revision receives the commit stored in the run folder, or else the hub's
-    current commit. Only one process may call this (rank 0, or the process that starts the ranks),
-    because a branch may move between two requests.
-
-    Args:
-        asks_hub: Whether to ask the hub for commits that are not stored in the run folder. If not,
-            such names stay unchanged.
+    current one; without `asks_hub` it stays unchanged. Only one process may call this (rank 0, or
+    the process that starts the ranks), because a branch may move between two requests.
 
     Raises:
         UserError: The hub has no such repository or revision, or it cannot be reached and its cache
@@ -119,9 +111,7 @@ def write_config(config: Config) -> None:
 
 
 def _environment_violations(config: Config) -> list[UserError]:
-    """Returns a violation for each knob of the identity whose `${...}` text is unchanged but whose
-    value, from an environment variable, has changed.
-    """
+    """Returns the knobs of the identity whose value changed behind an unchanged `${...}` text."""
     file = run_folder(config) / DIGESTS_FILE
     try:
         saved = parse_json(file.read_bytes()) if file.exists() else {}
@@ -144,9 +134,7 @@ def _environment_violations(config: Config) -> list[UserError]:
 
 
 def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the saved and the current value of each knob that has changed, by dotted name. Knobs
-    of the section `run` and steps.num_steps are ignored.
-    """
+    """Returns saved and current values of changed knobs, but for `run` and steps.num_steps."""
     before, now = (_leaves(section.model_dump(mode="json")) for section in (saved, config))
     return {
         key: (before.get(key), now.get(key))
@@ -168,11 +156,9 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns the knobs that identify a run: model, algorithm, data, reward, environment, batch
-    sizes, seed, frozen parts, optimizer and further loss terms.
+    """Returns the knobs that identify a run.
 
-    HTTP headers, and options taken from environment variables, are left out because they may
-    contain API keys.
+    HTTP headers and options from environment variables are left out: they may contain API keys.
     """
     steps = config.steps
     terms = {

@@ -1,8 +1,8 @@
 """Interpolations `${...}` in a configuration: their texts and their values. No torch.
 
 A run uses the value of `${oc.env:KEY}` but writes the text to its files, because the variable may
-contain a secret and other people may read the files. A run may continue with a changed value, such
-as a renewed API key, unless the value affects training, like the path of a data file.
+contain a secret. A run may continue with a changed value, such as a renewed API key, unless the
+value affects training, like the path of a data file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _OPTIONS, _HEADERS = "options", "headers"
 
 
 def has_interpolation(value: object) -> bool:
-    """Whether a value is text that contains `${`, which OmegaConf interpolates unless it is
-    escaped.
-    """
+    """Whether a value is text with `${`, which OmegaConf interpolates unless it is escaped."""
     return isinstance(value, str) and "${" in value
 
 
@@ -64,12 +62,9 @@ def value_at(values: object, path: Path) -> Any:
 
 
 def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration that is safe to store: interpolations are kept as text, and HTTP
-    headers are hidden because they may contain API keys.
+    """Returns a configuration that is safe to store: without HTTP headers, which may contain keys.
 
-    Args:
-        values: The configuration as nested mappings.
-        written: Text of each interpolation, by place.
+    `written` has the text of each interpolation, by place, which is kept.
     """
     kept: dict[str, Any] = _escaped(values)
     for path in _header_paths(values):
@@ -80,9 +75,7 @@ def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str,
 
 
 def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration without HTTP headers and without options taken from environment
-    variables.
-    """
+    """Returns a configuration without HTTP headers and options from environment variables."""
     kept: dict[str, Any] = _copy(values)
     secret = [p for p, text in written.items() if _OPTIONS in p and "oc.env" in text]
     for path in (*_header_paths(values), *secret):

@@ -19,33 +19,25 @@ UNFINISHED_AT_UPDATE = 0.2
 
 
 def num_in_flight(config: Config) -> int:
-    """Returns the number of prompts in flight during a step: `rollout.in_flight`, or else 1.5 times
-    the number of prompts per step, rounded up.
-    """
+    """Returns the prompts in flight: `rollout.in_flight`, or else 1.5 times those of a step."""
     given, per_step = config.rollout.in_flight, config.steps.prompts_per_step
     return per_step + (per_step + 1) // 2 if given is None else given
 
 
 def requests_under_way(config: Config, num_replicas: int) -> int:
-    """Returns the largest number of concurrent samples per engine replica if they are distributed
-    evenly.
-    """
+    """Returns the largest number of concurrent samples per replica in an even distribution."""
     steps = config.steps
     prompts = num_in_flight(config) if steps.max_policy_lag else steps.prompts_per_step
     return -(-prompts * steps.samples_per_prompt // num_replicas)
 
 
 def generates_ahead(config: Config, placement: Placement) -> bool:
-    """Whether engines generate while the policy trains: max_policy_lag is above 0, and no rank
-    holds both an engine and a model.
-    """
+    """Whether engines generate while the policy trains: with a lag, on ranks without a model."""
     return config.steps.max_policy_lag > 0 and not _models_beside_engines(placement)
 
 
 def max_unfinished(config: Config) -> int:
-    """Returns how many samples may still be unfinished when engines that generate during training
-    pause to receive new weights.
-    """
+    """Returns how many samples may be unfinished when engines ahead of training take weights."""
     share, steps = config.rollout.unfinished_at_update, config.steps
     if share is None:
         share = 0.0 if steps.max_policy_lag == 1 else UNFINISHED_AT_UPDATE
@@ -60,18 +52,14 @@ def _models_beside_engines(placement: Placement) -> dict[str, Place]:
 
 
 def lag_identity(config: Config) -> dict[str, Any]:
-    """Returns the knobs of `rollout` that affect which samples are generated if max_policy_lag is
-    above 0.
-    """
+    """Returns the knobs of `rollout` that affect which samples a run with a lag generates."""
     if not config.steps.max_policy_lag:
         return {}
     return {"in_flight": num_in_flight(config), "at_lag_bound": config.rollout.at_lag_bound}
 
 
 def no_lag(config: Config) -> UserError:
-    """Returns the error for an algorithm that cannot learn from samples that older weights
-    generated.
-    """
+    """Returns the error for an algorithm that cannot learn from samples of older weights."""
     name, lag = config.algorithm.name, config.steps.max_policy_lag
     reason = "whose loss does not use the ratio to the behaviour policy"
     remedy = f"Set {KEY}=0, or use another algorithm, such as grpo."
@@ -134,11 +122,7 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
 
 
 def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserError]:
-    """Yields the violations of rules between `steps.max_policy_lag` and the placement of models.
-
-    Args:
-        placement: The resolved placement, in which no error was found.
-    """
+    """Yields the violations of rules between `steps.max_policy_lag` and a valid placement."""
     lag, given = config.steps.max_policy_lag, config.placement
     if not lag:
         return

@@ -1,7 +1,6 @@
-"""The section `layout`: whether the layout is chosen automatically, and the typical lengths on
-which the choice is based. No torch.
+"""The section `layout`: automatic choice of a layout, and typical lengths for it. No torch.
 
-Owns the list of keys that `layout: auto` chooses. Keys that the user has set are not changed.
+Owns the list of keys that `layout: auto` chooses unless the user has set them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a configuration from YAML and `key=value` overrides. No torch.
 
-Owns the conversion of text into a `Config`. All violations are reported in one ConfigError, which
-suggests the closest known key for an unknown one and lists the allowed values for a wrong one.
+All violations are reported in one ConfigError, which suggests the closest known key for an unknown
+one and lists the allowed values for a wrong one.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def load_config(
     """Reads a YAML file, applies overrides, and validates each value separately.
 
     Args:
-        overrides: `section.key=value` texts with YAML values. A later text overrides an earlier
-            one.
+        overrides: `section.key=value` texts with YAML values; later ones override earlier ones.
         like: Configuration whose values replace equal `${...}` texts at the same places. A run's
             file can then be read even if environment variables have changed.
         is_saved: Whether a run has saved the file, so that it may have keys of earlier versions.
@@ -123,9 +122,7 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 
 def _takes_former_level(values: dict[str, Any]) -> bool:
-    """Replaces `train.offload_optimizer: true` of an earlier version by its successor; returns
-    whether the key was there.
-    """
+    """Replaces `train.offload_optimizer: true` of an earlier version; whether it was there."""
     train = values.get("train")
     if not isinstance(train, dict) or train.pop("offload_optimizer", False) is not True:
         return False
@@ -163,8 +160,7 @@ def _validated(
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration as YAML, including defaults. Reading the text gives an equal
-    configuration, except for hidden headers.
+    """Returns the whole configuration as YAML with defaults, which gives an equal configuration.
 
     `${...}` is kept as it was written, and HTTP headers are hidden.
     """
@@ -172,9 +168,7 @@ def to_yaml(config: Config) -> str:
 
 
 def changed_yaml(config: Config) -> str:
-    """Returns the knobs that differ from their defaults as YAML. Reading the text gives an equal
-    configuration, as with `to_yaml`.
-    """
+    """Returns the knobs that differ from their defaults as YAML, as in `to_yaml`."""
     changed = _changed(_storable(config), _defaults(config))
     return yaml.safe_dump(changed, sort_keys=False, width=1000)
 
@@ -215,8 +209,7 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 def knobs() -> list[str]:
     """Returns the dotted names of all knobs.
 
-    Knobs of algorithms are `algorithm[NAME].key`; knobs in sections that the user names are
-    `section[NAME].key`.
+    Algorithms' are `algorithm[NAME].key`; in sections that the user names, `section[NAME].key`.
     """
     return sorted(_knobs(Config, ""))
 
@@ -247,9 +240,7 @@ def _copy(value: Any) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> list[UserError]:
-    """Applies one override `a.b=value` to nested dictionaries and records its interpolations in
-    `written`; returns the violations.
-    """
+    """Applies an override to nested dictionaries, with its interpolations; returns violations."""
     key, equals, text = override.partition("=")
     parts = key.lstrip("+").split(".")  # Hydra marks a new key with +
     if not equals or not all(parts):
@@ -282,9 +273,7 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 
 
 def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
-    """Yields the violations for one pydantic error. If another system has a section of an unknown
-    name, each key in the section yields a violation.
-    """
+    """Yields the violations for one pydantic error, one per key of another system's section."""
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
     if parts[0] == "algorithm" and len(parts) > 2:
@@ -388,9 +377,8 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
     """Returns the remedy for an unknown key.
 
-    The remedy suggests the first of these that exists: a nearly equal key of the section,
-    hybridrl's counterpart if another system has the key, a similar key, the same key in another
-    section, the likeliest key.
+    It suggests the first of these that exists: a nearly equal key of the section, the counterpart
+    of another system's key, a similar key, the same key in another section, the likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -419,9 +407,7 @@ def _quoted(keys: Sequence[str], word: str) -> str:
 
 
 def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
-    """Sort key for how likely `name` means `key`: same initials (`lr`), same beginning, similar
-    letters.
-    """
+    """Sort key of `name` for `key`: same initials (`lr`), same beginning, similar letters."""
     initials = "".join(word[0] for word in key.split("_"))
     return initials == name, key.startswith(name), difflib.SequenceMatcher(None, name, key).ratio()
 

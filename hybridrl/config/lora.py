@@ -35,7 +35,5 @@ class LoraConfig(Section):
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the policy's model without its adapters. With `full`, other
-        parts change as well, so the reference is a second model, which copies only these parts.
-        """
+        """Whether the reference is the policy without its adapters, unlike with `full` parts."""
         return self.is_on and not self.full

@@ -1,7 +1,6 @@
-"""The section `mix`: additional terms of the policy's loss, each with its own algorithm and data.
-No torch.
+"""The section `mix`: terms of the policy's loss with own algorithms and data. No torch.
 
-Each term has a name, which appears in metrics and in overrides (`mix.sft.weight=0.1`).
+A term's name appears in metrics and in overrides (`mix.sft.weight=0.1`).
 """
 
 from __future__ import annotations

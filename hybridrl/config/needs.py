@@ -1,9 +1,7 @@
 """The type `Needs`: models, batch columns and kind of data that an algorithm requires. No torch.
 
-A built-in algorithm declares its needs in its section (`section.needs`), and its class reads them
-from the section; a user's own algorithm declares its needs in its class. The needs are read by the
-rules, the data checks, `hybridrl plan` and the loop; roles.py derives from them which models a run
-has.
+A built-in algorithm declares its needs in its section (`section.needs`), a user's own algorithm in
+its class.
 """
 
 from __future__ import annotations
@@ -64,8 +62,6 @@ class Needs:
 
     @property
     def fits_term(self) -> bool:
-        """Whether the algorithm can be an additional loss term: it trains only the policy, on given
-        responses.
-        """
+        """Whether it can be a loss term: it trains only the policy, on given responses."""
         others = self.rollouts or self.values or self.greedy or self.has_teacher
         return self.policy and not others

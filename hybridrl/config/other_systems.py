@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The knobs that replace an option of another system.
+    """The knobs that replace an option of another system, by dotted names.
 
-    Args:
-        keys: Dotted names of our knobs; `NAME` stands for a name that the user chooses. Empty if no
-            knob is needed.
-        note: How values translate, or why no knob is needed; empty if only the names differ.
+    `NAME` stands for a name that the user chooses. `note` says how values translate.
     """
 
     keys: tuple[str, ...] = ()
@@ -257,12 +254,8 @@ SECTIONS_ELSEWHERE = frozenset(
 def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
     """Finds the option of another system whose name ends with the same components as a key.
 
-    Args:
-        key: Dotted key as the user wrote it, in any section.
-
-    Returns:
-        The system, its option's name and our counterpart, or None if no name matches. If several
-        names match, the one that shares most components with the key is returned.
+    Returns the system, its option's name and our counterpart; None if no name matches. Among
+    several, the one that shares most components is returned.
     """
     best: tuple[int, int] = (0, 0)
     found: tuple[str, str, Counterpart] | None = None
@@ -276,9 +269,7 @@ def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
 
 
 def _num_alike(key: list[str], name: list[str]) -> int:
-    """Returns how many trailing components two dotted names share. A single common word, such as
-    the last component of `run.path` and `custom_reward_function.path`, does not count.
-    """
+    """Returns how many trailing components two names share; a single common word is none."""
     num = 0
     while num < min(len(key), len(name)) and key[-1 - num] == name[-1 - num]:
         num += 1

@@ -1,9 +1,8 @@
 """Users' functions and classes, named in a configuration as `package.module:name`. No torch.
 
-Ensures that users' code never ends the process without a message, for example by calling sys.exit.
-Owns the event loop that runs users' coroutines. The loop has its own thread, so that it works even
-if the calling thread already runs a loop, as in a notebook, and so that connections stay open
-between calls.
+Users' code never ends the process without a message, for example by calling sys.exit. Its
+coroutines run in an event loop with its own thread, which works even if the calling thread already
+runs a loop, as in a notebook, and keeps connections open between calls.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ def contained() -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> str:
-    """Returns the lines of users' code in an exception's traceback, innermost first and without
-    lines of libraries; "" if there are none.
-    """
+    """Returns the lines of users' code in a traceback, innermost first, without libraries'."""
     lines = [
         f"{file}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

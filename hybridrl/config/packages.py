@@ -1,18 +1,13 @@
-"""The single table of hybridrl's requirements: the versions of Python and of packages that it
-supports.
+"""The single table of the versions of Python and of packages that hybridrl supports.
 
-`hybridrl check` and setup.py read this file. Because setup.py executes it before anything is
-installed, it imports nothing. It must also run on older Python versions, so that their users are
-told to upgrade.
+`hybridrl check` and setup.py read this file. setup.py executes it before anything is installed, and
+on older Python versions too, whose users are told to upgrade; so it imports nothing.
 
 Lower bounds were tested: with all of them installed together (except torch's), a model was trained
 and converted on CPU, and the unit tests of configuration, models and data passed. The upper bound
 is the first untested version for torch, megatron-core and transformers, and the next major version
-for other packages.
-
-Megatron-Core's versions differ in functions that hybridrl calls. The code that adapts to them is in
-checkpoint/torch_dist_format.py (checkpoint files), models/megatron/specs.py (layer specs) and
-platform.py (CPU).
+for other packages. Code that adapts to Megatron-Core's versions is in
+checkpoint/torch_dist_format.py, models/megatron/specs.py and platform.py.
 """
 
 PYTHON = ">=3.11"

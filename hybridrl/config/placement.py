@@ -1,8 +1,7 @@
-"""Placement of models: the ranks on which each model of a run is placed, and its layout there. No
-torch.
+"""The section `placement`: the ranks and the layout of each model of a run. No torch.
 
-Owns the section `placement`, the syntax of rank lists, and `place`, which resolves the section for
-given machines. Without the section all models share all ranks.
+Owns the syntax of rank lists, and `place`, which resolves the section for given machines. Without
+the section all models share all ranks.
 """
 
 from __future__ import annotations
@@ -103,12 +102,10 @@ class PlacementConfig(Section):
 
 @dataclass(frozen=True)
 class Machines:
-    """Hardware of the ranks.
+    """Hardware of the ranks. A node's ranks are consecutive.
 
-    Args:
-        ranks_per_node: Number of ranks on each node; a node's ranks are consecutive. None if
-            unknown.
-        gpus: Name of each rank's GPU; None if the names are unknown or there are no GPUs.
+    `ranks_per_node` is None if unknown. `gpus` has the name of each rank's GPU; None if the names
+    are unknown or there are no GPUs.
     """
 
     num_ranks: int
@@ -118,11 +115,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks and layout of one model.
-
-    Args:
-        ranks: Global ranks, ascending.
-    """
+    """Global ranks, ascending, and layout of one model."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -137,9 +130,7 @@ class Place:
 class Placement:
     """Ranks and layout of every model of a run.
 
-    Args:
-        rollout: Ranks of the engines, ascending.
-        named: Places of all other roles that the section `placement` sets.
+    `rollout` are the engines' ranks, `named` the places of other roles that the section sets.
     """
 
     num_ranks: int
@@ -192,11 +183,7 @@ def asks_for(section: PlacementConfig, *kinds: str) -> bool:
 def place(
     section: PlacementConfig, train: Place, machines: Machines
 ) -> tuple[Placement, list[UserError]]:
-    """Returns the placement of the models and its violations.
-
-    Args:
-        train: Layout of the policy; its `ranks` are ignored.
-    """
+    """Returns the placement of the models and its violations. `train` has the policy's layout."""
     everyone, errors = tuple(range(machines.num_ranks)), list[UserError]()
     given, ranks = named_roles(section), dict[str, tuple[int, ...]]()
     for role, (key, one) in given.items():

@@ -1,6 +1,4 @@
-"""The section `reward`: one scorer or several weighted ones, and what happens when a scorer fails.
-No torch.
-"""
+"""The section `reward`: scorers with weights, and what happens when one fails. No torch."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ class RewardConfig(ScorerConfig):
         return self
 
     def accuracy_scorer(self) -> str | None:
-        """Returns the name of the scorer whose score is the accuracy; None if the choice is
-        ambiguous.
-        """
+        """Returns the scorer whose score is the accuracy; None if the choice is ambiguous."""
         scorers = self.scorers()
         if self.accuracy is not None or len(scorers) == 1:
             return self.accuracy or next(iter(scorers))

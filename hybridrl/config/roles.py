@@ -1,7 +1,4 @@
-"""The models that a run needs, derived in one place for `hybridrl plan` and the trainer. No torch.
-
-Derives them from the algorithms' needs and the section `reward`; the trainer builds them.
-"""
+"""The models of a run, derived from algorithms' needs and the section `reward`. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ class RunModels:
         trains_policy: Whether the policy is trained; otherwise it is frozen.
         has_reference: Whether there is a frozen copy of the policy's initial weights.
         has_critic: Whether there is a trained critic, which has the policy's shape.
-        has_teacher: Whether there is a frozen teacher, `algorithm.teacher`.
         reward_models: Frozen models that score samples, by their scorers' names.
     """
 
@@ -33,12 +29,7 @@ class RunModels:
 
 
 def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModels:
-    """Returns the models of a training run.
-
-    Args:
-        needs: Needs of the algorithm.
-        terms: Needs of the additional loss terms.
-    """
+    """Returns the models for the needs of a run's algorithm and of its additional loss terms."""
     return RunModels(
         trains_policy=needs.policy,
         has_reference=needs.reference or any(term.reference for term in terms),

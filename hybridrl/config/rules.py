@@ -1,7 +1,7 @@
 """Rules between knobs, the number of ranks and the model's shape. No torch.
 
-Owns the check of a whole configuration, which reports all violations together, and the default
-number of ranks. These rules read only the model's HF config.json and skip keys that it lacks.
+The check of a whole configuration reports all violations together. These rules read only the
+model's HF config.json and skip keys that it lacks.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def check(
     is_script: bool = False,
     machines: Machines | None = None,
 ) -> list[UserError]:
-    """Returns every violated rule.
+    """Returns every rule violated by a configuration whose values are valid individually.
 
     Args:
-        config: A configuration whose values are valid individually.
         model_config: The model's HF config.json, or None to check only the layout.
         default_dtype: Data type that model.dtype=auto selects on this host.
         is_script: Whether the caller is a user's script, which cannot start ranks itself; changes
@@ -198,14 +197,11 @@ def _ranks_of(role: str, size: int, ranks: str | None) -> str:
 
 
 def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
-    """Returns whether Megatron can assign ranks to the axes in this order.
+    """Returns whether Megatron can assign ranks to the axes in this order, joined by '-'.
 
     Megatron's layout of expert layers has no cp axis, and its pipeline stages must contain the same
     ranks as in the layout of dense layers (megatron-core 0.16.1,
     parallel_state.initialize_model_parallel).
-
-    Args:
-        order: Each axis once, joined by '-'.
     """
     if pp == 1 or order.endswith("pp"):
         return True
@@ -336,9 +332,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
 
 
 def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields the violations of rules on freeing the training weights: it requires fp32 master
-    weights, and no other process may map the weights.
-    """
+    """Yields violated rules on freeing training weights: fp32 masters, and no other mappings."""
     if not config.train.release_weights_in_rollout:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype

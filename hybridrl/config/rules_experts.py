@@ -1,7 +1,4 @@
-"""Rules on experts in an engine: their layout, and the recording of chosen experts. No torch.
-
-The rules read only the model's HF config.json, and skip keys that this file lacks.
-"""
+"""Rules on experts in an engine, by the model's HF config.json as far as it has keys. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why the engine's choice of experts cannot be replayed.
-
-    Args:
-        shape: The policy's config.json, or empty.
-    """
+    """Yields the reasons why the engine's choice of experts cannot be replayed."""
     if not replays(config):
         return
     key, engine = "algorithm.router_replay", config.rollout.engine
@@ -41,11 +34,7 @@ def replays(config: Config) -> bool:
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of rules on an engine's expert layout.
-
-    Args:
-        shape: The policy's config.json, or empty.
-    """
+    """Yields the violations of rules on an engine's expert layout."""
     experts = num_experts(shape)
     width = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
     if rollout.ep == 1:

@@ -24,11 +24,9 @@ def gpu_refusal() -> UserError:
 
 
 def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why engine and trainer cannot compute the same bits. `gpu_refusal` is
-    raised by the caller that knows the host.
+    """Yields the reasons why engine and trainer cannot compute the same bits.
 
-    Args:
-        shape: The policy's config.json, or empty.
+    A caller that knows the host raises `gpu_refusal`.
     """
     if not config.numerics.is_exact:
         return

@@ -1,7 +1,4 @@
-"""Rules for the optimizer and the memory of its state. No torch.
-
-Owns the table of levels of `train.optimizer_memory`.
-"""
+"""Rules for the optimizer, and the levels of `train.optimizer_memory`. No torch."""
 
 from __future__ import annotations
 
@@ -18,12 +15,7 @@ MAX_BF16_BETA = 0.99
 
 @dataclass(frozen=True)
 class OptimizerLevel:
-    """A level of `train.optimizer_memory`.
-
-    Args:
-        state_bytes: Bytes of optimizer state per 16-bit parameter.
-        on_host: Whether the state is in host memory.
-    """
+    """A level of `train.optimizer_memory`, with its bytes of state per 16-bit parameter."""
 
     state_bytes: int
     on_host: bool = False
@@ -56,8 +48,7 @@ def level_of(train: TrainConfig) -> OptimizerLevel:
 def is_written_from_copies(config: Config) -> bool:
     """Whether checkpoints during training are written from copies in host memory.
 
-    An export reads the weights themselves, and an optimizer state in host memory is written without
-    a second copy.
+    An export reads the weights, and a state in host memory is written without a second copy.
     """
     section = config.checkpoint
     is_saved = bool(section.every or section.every_s)
@@ -72,9 +63,7 @@ def lower_levels(config: Config) -> list[str]:
 
 
 def allowed_levels(config: Config) -> list[str]:
-    """Returns the configured level, or the levels from which 'auto' may choose on GPUs, the fastest
-    first.
-    """
+    """Returns the configured level, or those that 'auto' may choose on GPUs, fastest first."""
     if config.train.optimizer_memory != "auto":
         return [config.train.optimizer_memory]
     levels = ({LEVEL_KEY: name} for name in LEVELS)
@@ -85,11 +74,9 @@ def allowed_levels(config: Config) -> list[str]:
 
 
 def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserError]:
-    """Yields the violated rule for the type of gradients if the level is 'device', or if it is
-    'auto' after nothing chose a level.
+    """Yields the violated rule for the type of gradients at level 'device', or 'auto' unchosen.
 
-    Args:
-        can_lower: Whether the run can have 'low_precision'.
+    `can_lower` says whether the run can have 'low_precision'.
     """
     if config.train.gradient_dtype != "bfloat16" or level_name(config.train) != "device":
         return

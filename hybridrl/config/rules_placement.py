@@ -1,8 +1,4 @@
-"""Rules between the section `placement`, the models of a run and their shapes. No torch.
-
-Owns the placement of a run's models (`placed`) and the rules that need more than the section
-`placement`.
-"""
+"""Rules between the section `placement`, the models of a run and their shapes. No torch."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserErro
 def placement_rules(
     config: Config, placement: Placement, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of rules on the roles that the section sets.
-
-    Args:
-        placement: The resolved placement, in which no error was found.
-        shape: The policy's config.json, or empty.
-    """
+    """Yields the violations of rules on the roles that the section sets, in a valid placement."""
     lacking = _missing_roles(config)
     for role, (key, given) in named_roles(config.placement).items():
         if role in lacking:
@@ -55,9 +46,9 @@ def placement_rules(
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
-    """Returns the roles for which the run has no model, with the reason. Reference, critic and
-    teacher are not checked for a user's own algorithm, because only its class knows which of them
-    it needs.
+    """Returns the roles for which the run has no model, with the reason.
+
+    Reference, critic and teacher are not checked for an own algorithm, which only its class knows.
     """
     section, needs = config.algorithm, config.algorithm.needs
     lacking: dict[str, str] = {}
@@ -97,11 +88,9 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
 def expert_grid_rules(
     key: str, num_ranks: int, ep: int, etp: int, ranks: str = ""
 ) -> Iterator[UserError]:
-    """Yields the violations of rules on distributing experts over the ranks of a pipeline stage.
+    """Yields violated rules on distributing experts over the `num_ranks` of a pipeline stage.
 
-    Args:
-        key: Section with the sizes. num_ranks: Number of ranks of a pipeline stage.
-        ranks: Advice on the number of ranks, which is appended to the remedy.
+    `key` is the section with the sizes; advice on ranks is appended to the remedy.
     """
     if num_ranks % (ep * etp):
         product = f"{ep} * {etp} = {ep * etp}"
@@ -116,12 +105,9 @@ def expert_grid_rules(
 def expert_rules(
     key: str, ep: int, etp: int, order: str, pp: int, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of rules on distributing and splitting a model's experts.
+    """Yields violated rules on distributing and splitting a model's experts.
 
-    Args:
-        key: Section with the sizes.
-        order: Order of the axes, as in `train.order`.
-        shape: The model's config.json; nothing is checked if it is empty.
+    `key` is the section with the sizes, `order` as in `train.order`. An empty shape is not checked.
     """
     experts = num_experts(shape)
     if not experts:
@@ -152,12 +138,9 @@ def num_experts(shape: Mapping[str, Any]) -> int:
 
 
 def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of rules on splitting a model whose shape may differ from the policy's.
+    """Yields violated rules on splitting a role's model, whose shape may differ from the policy's.
 
-    Args:
-        role: Role of the model. Parallel sizes that the role's section in `placement` does not set
-            come from `train`.
-        shape: The model's config.json.
+    Parallel sizes that the role's section in `placement` does not set come from `train`.
     """
     train = config.train
     key, given = named_roles(config.placement).get(role, ("", RoleRanks()))
@@ -174,9 +157,7 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
 def _own_cut_rules(
     config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of rules on the parallel sizes that a role's section in `placement`
-    sets.
-    """
+    """Yields violated rules on the parallel sizes of a role's section in `placement`."""
     train = config.train
     if given.pp is not None:
         vpp = train.vpp if given.pp == train.pp else 1
@@ -192,11 +173,7 @@ def _own_cut_rules(
 def layer_rules(
     key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
 ) -> Iterator[UserError]:
-    """Yields the violation if the model has too few layers for `chunks` pipeline chunks.
-
-    Args:
-        shown: Value of `key` to show in the message, if it differs from `chunks`.
-    """
+    """Yields the violation if there are too few layers for `chunks` (`shown` in the message)."""
     layers = shape.get("num_hidden_layers")
     if isinstance(layers, int) and layers < chunks:
         allowed = f"at most the model's {layers} layers"

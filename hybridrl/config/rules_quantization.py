@@ -12,11 +12,9 @@ WEIGHTS, CACHE = "rollout.quantization", "rollout.kv_cache_dtype"
 
 
 def quantization_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields violated rules between `rollout.quantization`, `rollout.kv_cache_dtype` and other
-    knobs.
+    """Yields violated rules on `rollout.quantization` and `rollout.kv_cache_dtype`.
 
-    Args:
-        default_dtype: Data type that model.dtype=auto selects on this host.
+    `default_dtype` is what model.dtype=auto selects on this host.
     """
     rollout, train = config.rollout, config.train
     able = " or ".join(name for name in offered_engines() if ENGINES[name].quantizes)

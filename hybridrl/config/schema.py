@@ -1,8 +1,6 @@
-"""The configuration schema: sections and knobs, with types, ranges, defaults and the reason for
-each default. No torch.
+"""The configuration schema: knobs with types, ranges, defaults and their reasons. No torch.
 
-Owns the checks of individual values. Rules between knobs are in rules.py; load.py reads YAML and
-overrides. Values are frozen after validation.
+Rules between knobs are in rules.py; load.py reads YAML. Values are frozen after validation.
 """
 
 from __future__ import annotations
@@ -229,9 +227,7 @@ class Config(Section):
         return self._written
 
     def with_eval_prompts(self, files: Sequence[str]) -> Self:
-        """Returns this configuration with other files of evaluation prompts. They also replace the
-        rows that `data.eval_share` holds out.
-        """
+        """Returns this configuration with other evaluation prompts, also for `data.eval_share`."""
         found = {"eval_prompts": tuple(files), "eval_share": 0.0}
         return self.model_copy(update={"data": self.data.model_copy(update=found)})
 
@@ -253,22 +249,16 @@ class Config(Section):
         return {name: term for name, term in self.mix.items() if term.weight > 0}
 
     def longest_request(self) -> int:
-        """Returns the maximum length of an engine request in training and evaluations: the tokens
-        of prompt and response.
-        """
+        """Returns the most tokens of a prompt with its response in an engine's request."""
         return self.data.max_prompt_tokens + self.eval.most_new_tokens(self.rollout.max_new_tokens)
 
     @property
     def old_is_sampled(self) -> bool:
-        """Whether the sampler's log-probabilities serve as old ones. Engines that sample with older
-        weights compute other log-probabilities.
-        """
+        """Whether the sampler's log-probabilities serve as old ones, unlike older weights'."""
         return self.numerics.is_exact and self.steps.max_policy_lag == 0
 
     def longest_sequence(self) -> int:
-        """Returns the maximum length of a sequence in training, evaluations and loss terms: the
-        tokens of prompt and response.
-        """
+        """Returns the most tokens of a sequence in training, evaluations and loss terms."""
         most = self.rollout.max_new_tokens
         responses = self.eval.most_new_tokens(most), self.data.longest_response(most)
         terms = [

@@ -1,7 +1,7 @@
 """Finds the local directory of a model and reads its config.json. No torch.
 
-Owns the meaning of `model.path`, `model.init` and `model.tokenizer`: a directory, a config.json, or
-a hub name, which is downloaded once and then cached.
+`model.path`, `model.init` and `model.tokenizer` are directories, a config.json, or hub names, which
+are downloaded once and then cached.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ WEIGHT_FILES = ["*.safetensors"]
 
 
 def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
-    """Returns the local directory of `model.path` or `model.init`.
+    """Returns the local directory of `model.path`, or that of `model.init`.
 
     Args:
-        model: The section `model`. If `init` is a config.json, its directory is returned.
         weights: Whether to download the weight files of `model.path` too.
 
     Raises:

@@ -1,7 +1,6 @@
 """Starter configurations: commented YAML for a model and an algorithm. No torch.
 
-Owns the selection of knobs and their initial values. The comments are taken from the schema, so
-that they stay consistent with it.
+The comments are taken from the schema, so that they stay consistent with it.
 """
 
 from __future__ import annotations
@@ -57,9 +56,6 @@ class Start:
 
     Args:
         task: Name of an algorithm.
-        model: HF directory or hub name.
-        prompts: Value of `data.prompts`.
-        engine: Value of `rollout.engine`.
         name: Name of the run; the default is derived from model and task.
         teacher: HF directory or hub name, for algorithms that learn from a teacher.
         chat: Whether the tokenizer's chat template is applied to prompts.
@@ -108,9 +104,7 @@ class Start:
 
 
 def has_template(model: str) -> bool:
-    """Whether a model has a chat template. For a hub name nothing is read and the answer is yes,
-    because most models have one.
-    """
+    """Whether a model has a chat template; most models on the hub do, so nothing is read there."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return True
@@ -131,9 +125,7 @@ def has_no_weights(model: str) -> bool:
 
 
 def known_positions(model: str) -> int | None:
-    """Returns the number of positions in a local config.json; None if unknown, for example for a
-    hub name.
-    """
+    """Returns the positions in a local config.json; None if unknown, for example for a hub name."""
     try:
         file = Path(model).expanduser() / "config.json"
         found = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
@@ -146,8 +138,7 @@ def starter_text(start: Start) -> str:
     """Returns the YAML text.
 
     Raises:
-        UserError: The algorithm is unknown, lacks its teacher, or uses no reward although one is
-            named.
+        UserError: The algorithm is unknown, lacks its teacher, or has no use for a named reward.
     """
     _check_task(start)
     values = _sections(start, _algorithm(start))
@@ -208,9 +199,7 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
 
 
 def _model_name(model: str) -> str:
-    """Returns the model's name for use in a run's name: NAME from `runs/NAME/hf`, or else the last
-    part of the path without the revision.
-    """
+    """Returns NAME from `runs/NAME/hf`, or the last part of the path without the revision."""
     path = Path(model.partition("@")[0])
     name = path.parent.name if path.name == EXPORTED and path.parent.name else path.name
     return re.sub(r"[^a-z0-9_.-]", "-", name.lower()).lstrip("_.-") or "run"
@@ -291,9 +280,7 @@ def _data(start: Start, needs: Needs) -> Knobs:
 
 
 def _is_evaluated(needs: Needs) -> bool:
-    """Whether rows are held out: for the accuracy, or for the loss on given responses. Data for
-    on-policy distillation needs no answers, so there is nothing to measure.
-    """
+    """Whether rows are held out: on-policy distillation has no answers to measure by."""
     return not (needs.rollouts and needs.has_teacher)
 
 

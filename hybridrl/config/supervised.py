@@ -1,6 +1,4 @@
-"""The section `algorithm` for algorithms without rollouts (demonstrations, preference pairs,
-labelled responses) and for online DPO. No torch.
-"""
+"""The section `algorithm` without rollouts, and for online DPO. No torch."""
 
 from __future__ import annotations
 
@@ -133,9 +131,7 @@ class RewardModelConfig(SupervisedConfig):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: pairs, and a model that outputs scores and is trained instead of
-        the policy.
-        """
+        """Needs of the algorithm: pairs, and a model with scores that is trained as a critic."""
         return Needs(rollouts=False, feedback="pairs", values=True, scores=True, policy=False)
 
 

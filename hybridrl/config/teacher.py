@@ -1,7 +1,6 @@
 """The teacher in a distillation: its model, and whether the policy can learn from it. No torch.
 
-Owns the rules on `algorithm.teacher`, which compare both models' config.json and tokenizer.json,
-and decides which distillations need no reward.
+The rules on `algorithm.teacher` compare both models' config.json and tokenizer.json.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ TOKENS_FILE = "tokenizer.json"
 
 
 def is_scored(config: Config) -> bool:
-    """Whether responses are scored by a reward.
-
-    Responses are not scored if the algorithm is a distillation without a reward term, the section
-    `reward` is not set, and nothing is evaluated.
-    """
+    """Whether responses are scored by a reward, unlike in distillation that evaluates nothing."""
     chosen, data = config.algorithm, config.data
     learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
     if isinstance(chosen, OnPolicyDistillationConfig):
@@ -62,8 +57,7 @@ def read_teacher(config: Config) -> dict[str, Any] | None:
 def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserError]:
     """Yields the violations of rules on the teacher and its knobs.
 
-    Args:
-        policy: The policy's config.json; rules on missing keys are skipped.
+    `policy` is the policy's config.json; rules on missing keys are skipped.
     """
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
@@ -97,9 +91,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
 def _token_rules(
     config: Config, num_tokens: int, teacher: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields a violation unless both models assign the same ids to the same tokens. The teacher's
-    embedding may have more rows, as is common for the larger models of a family.
-    """
+    """Yields a violation unless both models have the same token ids; embeddings may have more."""
     section = teacher_model(config)
     assert section is not None
     num_known = teacher.get("vocab_size")

@@ -1,7 +1,6 @@
 """Checks the tokenizer files of a local directory before ranks start. No torch.
 
-Owns the errors for damaged tokenizer files. Without these checks, damage would surface only on the
-ranks, where transformers is imported, as an arbitrary error from its reader.
+Otherwise, damage would surface only on the ranks, as an arbitrary error from transformers.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ MAX_BYTES = 1 << 28  # the largest known tokenizer.json is 33 MB
 
 
 def check_tokenizer_files(model: ModelConfig) -> None:
-    """Refuses a local directory without tokenizer files, for which transformers would create an
-    empty tokenizer.
+    """Refuses a local directory for which transformers would create an empty tokenizer.
 
     Raises:
         ModelError: The tokenizer's directory has no tokenizer file.
@@ -57,14 +55,10 @@ def check_tokenizer_files(model: ModelConfig) -> None:
 
 
 def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
-    """Checks the content of the tokenizer files in a local directory.
-
-    Args:
-        num_tokens: Size of the model's vocabulary; every token's id must be below it.
+    """Checks the content of local tokenizer files: every token's id must be below `num_tokens`.
 
     Raises:
-        ModelError: A file is damaged or belongs to another model; the error names the file and the
-            token.
+        ModelError: A file is damaged or belongs to another model; names the file and the token.
     """
     place = _place(model)
     if not os.path.isdir(place):
@@ -87,8 +81,7 @@ def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: i
     """Refuses tokens that have no row in the model's embedding.
 
     Raises:
-        ModelError: A token has no row; the error names `where`, the first such token and their
-            number.
+        ModelError: A token has no row; names `where`, the first such token and their number.
     """
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:

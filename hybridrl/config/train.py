@@ -96,9 +96,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_former_keys(cls, values: Any) -> Any:
-        """Drops `offload_optimizer: false`, and refuses `true`, which `load_config` replaces in
-        files that runs of earlier versions have saved.
-        """
+        """Drops `offload_optimizer: false`; `load_config` replaces `true` in runs' saved files."""
         if not isinstance(values, dict) or "offload_optimizer" not in values:
             return values
         if values["offload_optimizer"]:

@@ -128,19 +128,13 @@ def has_images(content: Mapping[str, Any]) -> bool:
 
 
 def wrapped_name(name: str) -> str:
-    """Returns the name of a tensor of the text part, or of a vision tower, in transformers' module
-    of a multimodal model, and in most models' files.
-    """
+    """Returns the name of the text part's tensor in transformers' module, and in most files."""
     is_renamed = name.startswith(PREFIX) and not name.startswith(VISUAL)
     return f"{WRAPPED_PREFIX}{name.removeprefix(PREFIX)}" if is_renamed else name
 
 
 def name_in_files(name: str, content: Mapping[str, Any]) -> str:
-    """Returns the name of such a tensor in a multimodal model's files.
-
-    Args:
-        content: The multimodal model's config.json.
-    """
+    """Returns the name of such a tensor in a multimodal model's files, by its config.json."""
     part = WRAPPED.get(content.get("model_type", ""))
     if part is None or not part.has_short_names:
         return wrapped_name(name)

@@ -20,9 +20,7 @@ _ERRORS = (
 
 
 class YamlTextError(ValueError):
-    """Error for text that is not YAML. `line` is the line number of the syntax error; None if
-    unknown.
-    """
+    """Error for text that is not YAML. `line` is the syntax error's line; None if unknown."""
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem)
@@ -30,10 +28,7 @@ class YamlTextError(ValueError):
 
 
 def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
-    """Returns the content of YAML text.
-
-    Args:
-        is_value: Whether the text is a single value, which is returned under the key `value`.
+    """Returns the content of YAML text; a single value is returned under the key `value`.
 
     Raises:
         YamlTextError: The text is not YAML.
@@ -51,11 +46,8 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
 def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:
     """Returns the content of a YAML file.
 
-    Args:
-        allowed: Allowed content, for the message.
-
     Raises:
-        UserError: The file cannot be read or is not YAML; the error names the file and the line.
+        UserError: The file cannot be read or is not YAML; names the file and the line.
     """
     where = str(path)
     try:

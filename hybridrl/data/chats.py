@@ -1,13 +1,12 @@
-"""Renders texts and messages with the tokenizer's chat template, and marks the text that the model
-learns. Does not import torch.
+"""Renders texts and messages with the tokenizer's chat template, and marks the learned text.
 
-Owns the spans of the assistant's text. If a template has `{% generation %}` blocks, these blocks
-mark the spans, as in transformers. With other templates, the text of a turn is the rendered
+Does not import torch. If a template has `{% generation %}` blocks, these mark the spans of the
+assistant's text, as in transformers. With other templates, the text of a turn is the rendered
 conversation up to and including the turn, minus the model's input: the earlier messages and the
-generation prompt that begins the assistant's turn. Consecutive turns form one sample if the
-template renders the earlier turns in the same way when later messages follow. If it renders an
-earlier turn differently (for example, without its reasoning), the later turn begins a new sample,
-which is rendered as the model sees it while generating this turn.
+generation prompt. Consecutive turns form one sample if the template renders the earlier turns in
+the same way when later messages follow. If it renders an earlier turn differently (for example,
+without its reasoning), the later turn begins a new sample, rendered as the model sees it while
+generating this turn.
 """
 
 from __future__ import annotations
@@ -40,13 +39,11 @@ class Chat:
     """A prompt and a response in one text.
 
     Args:
-        text: Rendered text of the prompt and the response.
-        spans: Start and end of each run of text on which the model is trained, in ascending order.
-        lacks_end: Whether an end token must be added, because no end token follows the last run.
-        is_marked: Whether the template's generation blocks mark the spans. If so, a token that
-            contains the first character of a run belongs to the run. If not, no token extends
-            across the start of a run, because the tokens of the prompt end at this position during
-            generation.
+        spans: Start and end of each learned run of text, in ascending order.
+        lacks_end: Whether an end token must be added, because none follows the last run.
+        is_marked: Whether generation blocks mark the spans. If so, a token that contains the first
+            character of a run belongs to the run. If not, no token extends across the start of a
+            run, because the prompt's tokens end there during generation.
     """
 
     text: str
@@ -60,8 +57,7 @@ class ChatCounts:
     """Counts for the report on chats with responses.
 
     Args:
-        num_split: Number of rows that were split into several samples.
-        num_samples: Number of samples that those rows were split into.
+        num_split, num_samples: Number of rows that were split, and of the resulting samples.
         num_unclosed: Number of turns that do not close the tag opened by the generation prompt.
         num_unread: Number of turns with reasoning that the template leaves out.
     """
@@ -95,16 +91,14 @@ def render_chats(
     bad: BadRows,
     may_split: bool,
 ) -> Iterator[Row]:
-    """Yields rows with the text that the model receives. Renders messages, and also plain texts if
-    `data.chat_template` is set.
+    """Yields rows with the text that the model receives.
+
+    Renders messages, and also plain texts if `data.chat_template` is set.
 
     Args:
         rows: Rows whose prompt is a text (the user's message) or messages, and whose responses are
             a text (the assistant's message) or messages.
-        config: Names of the columns, system message, and arguments of the template.
-        tokenizer: Tokenizer of transformers with a chat template.
         responses: Columns of the responses; each value becomes a Chat.
-        counts: Counts to add to.
         bad: Collects rows whose messages the template rejects; these rows are not yielded.
         may_split: Whether a row may be split into several samples. False if the row has one value,
             such as a label, for the whole response.
@@ -128,13 +122,9 @@ def render_chats(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant.
+    """A turn of the assistant: the model's input, and `text`, which begins with it.
 
-    Args:
-        before: Text that the model receives as input.
-        text: Concatenation of `before` and the text that the model must produce.
-        end: Index in `text` at which the learned text ends.
-        lacks_end: Whether no special token ends the turn.
+    The learned text ends at `end`. `lacks_end` says whether no special token ends the turn.
     """
 
     before: str
@@ -144,15 +134,7 @@ class _Turn:
 
 
 class _ChatRenderer:
-    """Renders rows with a tokenizer's template.
-
-    Args:
-        tokenizer: The tokenizer.
-        row: First row that is a chat; used in error messages.
-        config: The data section.
-        counts: Counts to add to.
-        may_split: Whether a row may be split into several samples.
-    """
+    """Renders rows with a tokenizer's template. Error messages refer to the first chat, `row`."""
 
     def __init__(
         self, tokenizer: Any, row: Row, config: DataConfig, counts: ChatCounts, may_split: bool
@@ -177,9 +159,7 @@ class _ChatRenderer:
         check_template_arguments(config.template_arguments, tokenizer)
 
     def render_row(self, row: Row, responses: Sequence[str]) -> Iterator[Row]:
-        """Yields the row with rendered texts and Chats. Yields several rows if the turns need
-        separate samples.
-        """
+        """Yields the row with rendered texts and Chats, as several rows if turns need it."""
         config, columns = self._config, dict(row.columns)
         tools: Any = columns.get(config.tools_key)
         messages = _messages(columns[config.prompt_key], config.system_prompt)
@@ -232,9 +212,7 @@ class _ChatRenderer:
     def _chats(
         self, row: Row, template: str, prompt: list[Message], response: list[Message], tools: Any
     ) -> list[Chat]:
-        """Returns the samples for a prompt and a response. There are several samples if turns are
-        split.
-        """
+        """Returns the samples for a prompt and a response, several if turns are split."""
         messages = [*prompt, *response]
         if _GENERATION.search(template):
             chats = [self._marked(row, template, messages, prompt, tools)]
@@ -260,8 +238,9 @@ class _ChatRenderer:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns the samples for the assistant's messages from index `first` on. A sample contains
-        consecutive turns that the template renders in the same way when later turns follow.
+        """Returns the samples for the assistant's messages from index `first` on.
+
+        A sample has consecutive turns that are rendered in the same way when later turns follow.
         """
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
@@ -306,13 +285,12 @@ class _ChatRenderer:
         before: str,
         finished: str,
     ) -> str:
-        """Returns the text that the model must produce if the finished turn lacks the tag that the
-        generation prompt opens (`<think>` for DeepSeek-R1).
+        """Returns the text to produce if the finished turn lacks the generation prompt's open tag.
 
-        Usually the returned text is the part of the finished turn that follows its common beginning
-        with the generation prompt. If the template cuts off part of the message (everything up to
-        `</think>`), the text is the whole message without a repeated opening tag, plus the text
-        that the template appends.
+        (`<think>` for DeepSeek-R1.) Usually this is what follows the finished turn's common
+        beginning with the generation prompt. If the template cuts off part of the message
+        (everything up to `</think>`), it is the whole message without a repeated opening tag, plus
+        the text that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -354,9 +332,7 @@ class _ChatRenderer:
                 )
 
     def _without_tail(self, template: str, text: str) -> str:
-        """Removes the token that the template appends to every chat, whatever the role of the last
-        message. This token is not part of any turn (Phi-3 ends chats with <|endoftext|>).
-        """
+        """Removes the token that a template appends to every chat, as Phi-3 does."""
         if template not in self._tails:
             self._tails[template] = self._tail(template)
         tail, kept = self._tails[template], text.rstrip()
@@ -386,8 +362,7 @@ class _ChatRenderer:
     ) -> tuple[str, Spans]:
         """Returns the rendered messages and, with `marks`, the spans of `{% generation %}` blocks.
 
-        Args:
-            is_open: Whether to append the generation prompt, which begins the assistant's turn.
+        `is_open` appends the generation prompt, which begins the assistant's turn.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -436,13 +411,9 @@ def _messages(value: object, system: str | None) -> list[Message]:
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of a prompt and a response.
+    """The tokens of a prompt and of its response up to the last learned token.
 
-    Args:
-        prompt: Tokens of the prompt, at least 1.
-        response: Tokens after the prompt, up to the last learned token.
-        gaps: Start and end of each run of response tokens on which the model is not trained, in one
-            flat tuple.
+    `gaps` are the start and end of each run of response tokens that are not learned, flat.
     """
 
     prompt: tuple[int, ...]
@@ -451,12 +422,10 @@ class Sample:
 
 
 def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int, int]]:
-    """Returns the first token and the end of each span, without spans that contain no token. A
-    token that contains a span's first character belongs to the span, as in transformers.
+    """Returns the first token and the end of each span, without spans that contain no token.
 
-    Args:
-        offsets: First character and end of each token, in ascending order.
-        spans: Spans of a Chat.
+    A token that contains a span's first character belongs to the span, as in transformers.
+    `offsets` are the first character and the end of each token, in ascending order.
     """
     found: list[tuple[int, int]] = []
     place = 0
@@ -474,12 +443,9 @@ def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Splits the tokens of a chat into prompt and response.
+    """Splits the tokens of a chat with at least 1 run into prompt and response.
 
-    Args:
-        tokens: Tokens of the whole text.
-        runs: Result of `token_runs`, with at least 1 run.
-        num_prompt: Number of prompt tokens. Default: all tokens before the first learned token.
+    By default, all tokens before the first learned token belong to the prompt.
     """
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]
@@ -493,9 +459,7 @@ def sample(
 
 
 def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> int:
-    """Returns the number of prompt tokens of a pair. The prompt consists of the tokens with which
-    both chats begin, up to the first learned token.
-    """
+    """Returns how many tokens both chats of a pair share before the first learned token."""
     most = min(runs[0][0] for _, runs in sides)
     for (first, _), (second, _) in pairwise(sides):
         most = next((i for i in range(most) if first[i] != second[i]), most)

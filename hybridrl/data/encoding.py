@@ -1,8 +1,6 @@
-"""Tokenizes rows: adds the end token to texts, and finds the learned tokens of chats. Does not
-import torch.
+"""Tokenizes rows: adds the end token to texts, and finds the learned tokens of chats. No torch.
 
-Decides how much of a text is tokenized. If a text far exceeds its limit, only enough of the text is
-tokenized to prove that it is too long.
+If a text far exceeds its limit, only enough is tokenized to prove that it is too long.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ Tokens = tuple[int, ...]
 
 
 class TextEncoder(Protocol):
-    """The tokenizer interface used here. Any transformers tokenizer implements it; chats need a
-    fast tokenizer.
-    """
+    """The tokenizer interface used here, as in transformers; chats need a fast tokenizer."""
 
     eos_token_id: int | None
 
@@ -48,14 +44,10 @@ class Encoded:
     """A row's tokens.
 
     Args:
-        row: The row.
         text: Text of the prompt.
-        prompt: Tokens of the prompt.
         responses: Tokens of each response, up to the last learned token.
-        gaps: For each response, the start and end of each run of tokens that are not learned, in
-            one flat tuple.
-        is_in_part: Whether only the first part of the row was tokenized, because the row is too
-            long.
+        gaps: For each response, the start and end of each run of tokens that are not learned, flat.
+        is_in_part: Whether only the first part was tokenized, because the row is too long.
         contents: Images of the prompt.
     """
 
@@ -68,9 +60,7 @@ class Encoded:
     contents: tuple[Content, ...] = ()
 
     def cut(self, most: int) -> Encoded | None:
-        """Truncates the responses to at most `most` tokens. Returns None if a truncated response
-        has no learned tokens, or if both truncated responses are equal.
-        """
+        """Truncates the responses; None if one has no learned tokens left or both are equal."""
         responses, gaps = [], []
         for response, of_response in zip(self.responses, self.gaps, strict=True):
             flags = in_gaps(len(response), of_response)[:most]
@@ -99,12 +89,11 @@ def encoded_rows(
     Args:
         rows: Rows with texts, or with Chats as responses.
         names: Columns of the prompt and of the responses.
-        tokenizer: Tokenizer, called with lists of texts.
         limits: Maximum number of tokens in each of these columns.
         ends: End tokens of responses. A response that ends with none of them receives the
             tokenizer's end token.
-        adds_special: Whether the special tokens that the tokenizer puts before a text are added to
-            prompts that no template rendered.
+        adds_special: Whether the tokenizer's leading special tokens are added to prompts that no
+            template rendered.
         bad: Collects rows in which a text has no tokens; these rows are not yielded.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
@@ -168,9 +157,7 @@ def _encode_texts(
 ) -> Iterator[Encoded]:
     """Yields the tokenized rows of a chunk in which all columns are texts.
 
-    Args:
-        encoder: Encoder that tokenizes a response as the continuation of its prompt.
-        front: Tokens that begin a prompt that no template rendered.
+    `encoder` continues prompts with responses; `front` begins prompts without a template.
     """
     encoded: list[list[list[int]]] = []
     encode: Encode = encoder.plain
@@ -234,9 +221,10 @@ def _to_end(
     offsets: Sequence[Sequence[int]],
     ends: Collection[int],
 ) -> tuple[int, int]:
-    """Moves the end of a turn's token run to the turn's end token, at which a rollout would stop.
-    Cuts off tokens that a template puts after the end token (Phi-3 ends a chat with a second end
-    token). Adds the end token if it directly follows the text that a template marks.
+    """Moves the end of a turn's token run to its end token, at which a rollout would stop.
+
+    Cuts off what a template puts after the end token (Phi-3 ends a chat with a second end token).
+    Adds the end token if it directly follows the text that a template marks.
     """
     first, stop = run
     if tokens[stop - 1] not in ends and stop < len(tokens) and tokens[stop] in ends:
@@ -259,9 +247,9 @@ def _chat_tokens(
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Returns the tokens of a chat, with the character offsets of each.
 
-    The tokens before a learned run equal the tokens that the model receives during generation.
-    Tokenizing the whole text at once may produce different tokens at the start of a run ("\\n\\n"
-    before a word). In that case, the text from the start of the run on is tokenized separately.
+    The tokens before a learned run equal those that the model receives during generation. If
+    tokenizing the whole text gives others at the start of a run ("\\n\\n" before a word), the text
+    from there on is tokenized separately.
     """
     tokens, offsets = _tokenize_with_offsets(place, chat.text, encoder, limit)
     if chat.is_marked:
@@ -292,11 +280,9 @@ def _chat_tokens(
 def _tokenize_with_offsets(
     place: str, text: str, encoder: TextTokens, limit: int, is_continued: bool = False
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a text with the character offsets of each. If the text far exceeds the
-    limit, returns only its first tokens.
+    """Returns the tokens of a text, or its first ones if it is far too long, with offsets.
 
-    Args:
-        is_continued: Whether the text continues a sequence.
+    `is_continued` says whether the text continues a sequence.
     """
     most = _first_characters(limit)
     while True:

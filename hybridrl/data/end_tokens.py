@@ -1,9 +1,4 @@
-"""Determines the end tokens of responses in rollouts, evaluations, environments and training data.
-Does not import torch.
-
-Owns the only list of end tokens, so that a model learns to end responses with the tokens at which
-rollouts stop.
-"""
+"""Determines the end tokens of responses, in training data as in rollouts. No torch."""
 
 from __future__ import annotations
 
@@ -18,14 +13,10 @@ ANSWER = "the answer of the assistant"
 
 
 def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of responses in ascending order. They come from config.json,
-    generation_config.json (if it exists), the tokenizer and the chat template (the token with which
-    the template ends the assistant's turn).
+    """Returns the end tokens of responses in ascending order.
 
-    Args:
-        model: Config section with the model's directory.
-        hf_config: Content of config.json.
-        tokenizer: Tokenizer of the run.
+    They come from config.json, generation_config.json (if it exists), the tokenizer and the chat
+    template (the token with which it ends the assistant's turn).
 
     Raises:
         ModelError: generation_config.json names an end token that is not in the model's vocabulary.
@@ -36,19 +27,16 @@ def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any)
 
 
 def own_end_tokens(tokenizer: Any, declared: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the `declared` end tokens and the end tokens of the tokenizer and its chat template,
-    in ascending order.
-    """
+    """Returns `declared` end tokens and those of tokenizer and template, in ascending order."""
     found = {*declared, tokenizer.eos_token_id, turn_end(tokenizer)}
     return tuple(sorted(found - {None}))
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Returns the special token with which the chat template ends a turn of the assistant. Returns
-    None if there is no template, or if the template ends turns without a special token.
+    """Returns the special token with which the chat template ends a turn of the assistant.
 
-    The returned token follows the last answer of a chat. Between two turns, a template may put a
-    different token (gpt-oss).
+    None without a template or such a token. The token follows the last answer of a chat; between
+    two turns, a template may put a different one (gpt-oss).
     """
     if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
         return None

@@ -1,8 +1,7 @@
-"""Reads public evaluation sets in their published form into rows with a prompt and an answer. Does
-not import torch.
+"""Reads public evaluation sets in their published form into prompts and answers. No torch.
 
 A form defines which columns a row has and how the question is worded. The sources are the same as
-for `data.prompts`. Each row is converted to `prompt` and `answer`, and keeps its other columns.
+for `data.prompts`. Rows keep their other columns.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Form:
     """A published row format.
 
     Args:
-        instruction: Text appended to each question, unless the config section sets a different
-            instruction.
+        instruction: Text appended to each question, unless the config section sets another.
         read: Function that extracts the question and the answer from a row's columns.
         columns: Columns that every row must have, described for messages.
     """
@@ -110,10 +108,7 @@ def set_rows(
 ) -> Iterator[dict[str, object]]:
     """Yields each row of an evaluation set as `prompt`, `answer` and its other columns.
 
-    Args:
-        section: Config section of the evaluation set.
-        data: Column names, used for the form `prompts`.
-        reads_images: Whether the model reads images.
+    `data` has the column names of the form `prompts`.
 
     Raises:
         DataError: A row does not have the form; the error names the first such row.
@@ -189,9 +184,7 @@ def _read_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
 
 
 def set_data(data: DataConfig, section: EvalSetConfig) -> DataConfig:
-    """Returns a data section for reading the rows from `set_rows`. Chats and limits are the same as
-    in training.
-    """
+    """Returns a data section for reading the rows from `set_rows`, otherwise as in training."""
     # Results are comparable only if every row is evaluated.
     keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer", "on_bad_row": "stop"}
     return data.model_copy(update={**keys, "prompts": section.path})

@@ -1,8 +1,4 @@
-"""Checks rows with responses: demonstrations, preference pairs and labelled responses. Does not
-import torch.
-
-Owns the columns of these rows and their allowed values; prompts.py reads and tokenizes the rows.
-"""
+"""Checks rows with responses: demonstrations, preference pairs and labelled responses. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +13,7 @@ from hybridrl.errors import BadRowError, DataError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns a list with the name of the column that contains the margin or the label; empty if
-    rows have neither.
-    """
+    """Returns the column that contains the margin or the label, if rows have one."""
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []
@@ -28,8 +22,7 @@ def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
 def checked(
     rows: Iterable[Row], config: DataConfig, feedback: Feedback | None, bad: BadRows
 ) -> Iterator[Row]:
-    """Yields the rows whose two responses differ and whose margin or label is valid. Counts the
-    other rows in `bad`.
+    """Yields rows with different responses and a valid margin or label; counts others in `bad`.
 
     Raises:
         DataError: Raised after the last row if all rows have the same label.

@@ -1,10 +1,10 @@
 """Recognises published row formats by their keys. Does not import torch.
 
-Owns the table of forms. A row has either the columns named by `data.prompt_key`, `response_key`,
-`chosen_key` and `rejected_key`, or one of the forms in FORMS. The returned rows have these columns,
-and each value is a text or a list of messages. Columns named by these keys take precedence over
-forms. No form is tried if one of the keys differs from its default. Columns that a form reads are
-replaced; the other columns are kept.
+A row has either the columns named by `data.prompt_key`, `response_key`, `chosen_key` and
+`rejected_key`, or one of the forms in FORMS. The returned rows have these columns, and each value
+is a text or a list of messages. Columns named by these keys take precedence, and no form is tried
+if one of the keys differs from its default. Columns that a form reads are replaced; others are
+kept.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ def formed_rows(
 
     Args:
         source: Sources or rows, as for `raw_rows`.
-        config: Section with the column keys.
-        kind: Kind of rows.
         required: Further columns that must not be missing or null in any row.
         bad: Collects unusable rows, which are not yielded. The caller must call `bad.check` after
             the last row. If None, every row must be usable.
@@ -116,11 +114,9 @@ def validate_file(
     check: CheckRow | None = None,
     reads_images: bool = False,
 ) -> int:
-    """Reads every row of one source and returns the number of usable rows. See `formed_rows` for
-    the other arguments.
+    """Reads every row of one source and returns the number of usable rows; see `formed_rows`.
 
-    Args:
-        check: Function called for each row. If set, a missing required column raises an error.
+    `check` is called for each row. If set, a missing required column raises an error.
 
     Raises:
         DataError: The source cannot be read, has only bad rows, or contains a bad row and
@@ -181,9 +177,7 @@ def _without(columns: Mapping[str, object], media: Found) -> dict[str, object]:
 
 
 def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of a row that stores it in `reward_model.ground_truth`, as verl's data
-    sets do.
-    """
+    """Returns the answer in `reward_model.ground_truth`, as in verl's data sets."""
     rule = columns.get("reward_model")
     is_default = config.answer_key == DataConfig.model_fields["answer_key"].default
     if not is_default or not isinstance(rule, Mapping) or rule.get("ground_truth") is None:
@@ -260,9 +254,7 @@ def _split(row: Row, key: str, columns: Mapping[str, Any], is_last: bool) -> Par
 
 
 def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool = False) -> Parts:
-    """Splits a conversation before the assistant's first (or last) message, and ends it after the
-    assistant's last message.
-    """
+    """Splits a conversation, up to its last answer, before the assistant's first (or last) one."""
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     first = turns[-1 if is_last else 0] if turns else 0
     if first == 0:
@@ -285,8 +277,9 @@ def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
 
 
 def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages with which both sides begin, and the remaining messages of each side. If
-    a side begins with a message from the assistant, the row's prompt is put before it.
+    """Returns the messages with which both sides begin, and each side's remaining messages.
+
+    If a side begins with a message from the assistant, the row's prompt is put before it.
     """
     name, sides = config.prompt_key, []
     given = columns.get(name)
@@ -379,8 +372,9 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
 
 
 def _prompt(columns: Mapping[str, Any], key: str) -> Any:
-    """Returns the text of a prompt, joined with the input or context of Alpaca and Dolly rows. If
-    the row has a system text, returns a system message and a user message instead.
+    """Returns a prompt joined with the input or context of Alpaca and Dolly rows.
+
+    With a system text, returns a system message and a user message instead.
     """
     asked, more = columns[key], columns.get("input") or columns.get("context")
     if key == "instruction" and isinstance(asked, str) and isinstance(more, str) and more.strip():
@@ -401,10 +395,9 @@ ToParts = Callable[[Row, DataConfig, Mapping[str, Any]], Parts]
 
 @dataclass(frozen=True)
 class Form:
-    """A published row format.
+    """A published row format, with a description for messages.
 
     Args:
-        description: Description shown in messages.
         needed: Keys that every row of this form has.
         parts: For each kind, the function that extracts the prompt and responses from a row.
         fits: Function that says whether the values fit the form.

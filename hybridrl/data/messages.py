@@ -1,9 +1,8 @@
-"""Checks the messages of a chat, and converts them to the form that templates read. Does not import
-torch.
+"""Checks the messages of a chat, and converts them to the form that templates read. No torch.
 
-Owns the checks of messages, tool calls and tool schemas. Invariant: a returned chat is a list of
-dictionaries that contain `role` and `content`, a text or a list of texts and images. Nulls at the
-top level of a message are removed; nulls inside arguments and schemas are kept.
+Invariant: a returned chat is a list of dictionaries that contain `role` and `content`, a text or a
+list of texts and images. Nulls at the top level of a message are removed; nulls inside arguments
+and schemas are kept.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "va
 
 
 def chat(place: str, name: str, value: object) -> list[Message]:
-    """Returns the messages in one column of a row.
-
-    Args:
-        place: Place of the row, shown in errors.
-        name: Column name, shown in errors.
-        value: Value of the column.
+    """Returns the messages in column `name` of a row at `place`.
 
     Raises:
         BadRowError: The value is not a list of messages.
@@ -119,9 +113,7 @@ def _refused(place: str, name: str, message: object) -> BadRowError:
 
 
 def _content(place: str, name: str, content: object, message: object) -> str | list[dict[str, Any]]:
-    """Returns the text of a message, joining OpenAI's content parts; if there are images, a list of
-    parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`.
-    """
+    """Returns the joined text of OpenAI's content parts; with images, a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -158,9 +150,7 @@ def _part(place: str, name: str, part: object, message: object) -> dict[str, Any
 
 
 def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
-    """Converts tool calls to the form that templates read: `{"type": "function", "function":
-    {"name": ..., "arguments": {...}}}`, where the arguments are an object.
-    """
+    """Converts tool calls to the form that templates read, in which arguments are an object."""
     value = _parsed(place, name, value) if isinstance(value, str) else value
     calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -195,9 +185,7 @@ def _parsed(place: str, name: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes null entries from objects at any depth. Rows with struct columns need this, because
-    Arrow adds every key that occurs in any row. JSON inside texts is not changed.
-    """
+    """Removes null entries from objects, because Arrow adds every key that occurs in any row."""
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list | tuple):

@@ -1,8 +1,6 @@
-"""Mixes prompts from several sources in fixed proportions, and holds out prompts for evaluation.
-Does not import torch.
+"""Mixes prompts from several sources in fixed proportions, and holds out prompts. No torch.
 
-The mixture and the held-out prompts depend only on the prompts, the config and the seed, so all
-ranks agree without communication.
+Both depend only on the prompts, the config and the seed, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -27,11 +25,6 @@ class MixedPrompts(PromptSource):
     The prompts taken so far are divided among the sources in proportion to the weights; with two
     sources, the deviation is less than one prompt. The next prompt always comes from the source
     that is furthest behind its share (Webster's method).
-
-    Args:
-        parts: Prompts of each source, at least one per source.
-        weights: Weight of each source.
-        seed, shuffle: Arguments for the PromptSource of each source.
     """
 
     def __init__(
@@ -81,11 +74,7 @@ class MixedPrompts(PromptSource):
         return {"fingerprint": self._fingerprint, **taken}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues at the position at which `state` was saved.
-
-        Raises:
-            DataError: The state was saved with different prompts, weights or seed.
-        """
+        """As in `PromptSource`; different weights are an error, too."""
         self._check(state)
         self._taken = [saved_count(state, f"taken/{i}") for i in range(len(self._parts))]
         for part, taken in zip(self._parts, self._taken, strict=True):
@@ -118,10 +107,8 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Splits prompts into a training part and a held-out part.
 
-    The tokens of a prompt determine to which part the prompt belongs. Equal prompts therefore stay
-    together, and adding rows does not move any other prompt. All samples of one chat go to the same
-    part. If the share of a small file would leave a part empty, it gets the prompt nearest to the
-    limit.
+    A prompt's tokens decide, so equal prompts stay together, and further rows move no prompt. All
+    samples of one chat go to the same part. An empty part gets the prompt nearest to the limit.
 
     Raises:
         DataError: All prompts are equal, or come from one chat.

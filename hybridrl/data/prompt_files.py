@@ -1,11 +1,10 @@
-"""Writes and memory-maps Arrow files with tokenized prompts, which several processes share. Does
-not import torch.
+"""Writes and memory-maps Arrow files with tokenized prompts, which processes share. No torch.
 
 A file contains one row per prompt, grouped into record batches. The file name ends with a digest of
-the content, so that damaged and incomplete files are never read. In addition to the tokens, each
-row stores a digest of the prompt (`digest`) and the number that is compared with `data.eval_share`
-(`share`). A run can therefore start without reading all tokens. While a file is written, at most 1
-record batch is in memory. Functions import pyarrow locally, because importing it starts a thread.
+the content, so that damaged and incomplete files are never read. Each row also stores a digest of
+the prompt (`digest`) and the number that is compared with `data.eval_share` (`share`), so that a
+run can start without reading all tokens. At most 1 record batch is in memory while writing. pyarrow
+is imported locally, because importing it starts a thread.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class UnstorableError(Exception):
 
 
 def identity(prompt: Prompt) -> bytes:
-    """Returns the bytes that identify a prompt among a run's data: its number, tokens, gaps, label
-    and contents. Checkpoints store digests of these bytes, so their format must not change.
+    """Returns the bytes that identify a prompt: number, tokens, gaps, label and contents.
+
+    Checkpoints store digests of these bytes, so their format must not change.
     """
     given = prompt.tokens, prompt.response_tokens
     text = "".join(map(str, (prompt.prompt_id, *given)))
@@ -101,9 +101,7 @@ def select_prompts(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Seque
 
 
 def largest_token(prompts: Sequence[Prompt]) -> float:
-    """Returns an upper bound on the token ids. Returns infinity if finding a bound would require
-    reading all prompts.
-    """
+    """Returns an upper bound on the token ids; infinity if all prompts would have to be read."""
     return prompts.largest_token if isinstance(prompts, MappedPrompts) else math.inf
 
 
@@ -118,12 +116,9 @@ def _share(prompt: Prompt) -> float:
 def write_prompts(
     path: Path, prompts: Iterable[tuple[Prompt, int]], about: Callable[[], bytes]
 ) -> None:
-    """Writes prompts and the number of each prompt's source to a file.
+    """Writes prompts, each with the number of its source, to a file.
 
-    Args:
-        path: File to write.
-        prompts: Pairs of a prompt and the number of its source.
-        about: Function called after the last prompt; its result is stored in the file.
+    The file also stores the result of `about`, which is called after the last prompt.
 
     Raises:
         UnstorableError: Arrow or JSON cannot store one of the prompts.
@@ -163,9 +158,7 @@ def _is_buffer(value: object) -> bool:
 
 
 def _row(prompt: Prompt, source: int) -> dict[str, Any]:
-    """Returns the values of a table row. Numbers are in arrays and texts in UTF-8, which need less
-    memory than Python objects.
-    """
+    """Returns a table row, of arrays and UTF-8, which need less memory than Python objects."""
     columns, given = dict(prompt.columns), prompt.given
     if not _is_json(columns) or not _is_json(given):
         raise UnstorableError("a column with values that JSON does not have")
@@ -193,9 +186,7 @@ def _int32(numbers: tuple[int, ...] | None) -> array[int] | None:
 
 
 def _record_batch(rows: Sequence[dict[str, Any]]) -> pa.RecordBatch:
-    """Returns a record batch with these rows. Does not use `RecordBatch.from_pylist`, because this
-    function of pyarrow (26) imports pandas.
-    """
+    """Returns a record batch. pyarrow 26's `RecordBatch.from_pylist` would import pandas."""
     import pyarrow as pa
 
     schema = _schema()
@@ -232,12 +223,7 @@ def _is_json(value: object) -> bool:
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """Prompts stored in a file. Each Prompt object is created on access.
-
-    Args:
-        table: Arrow table with one row per prompt.
-        rows: Indices of the table rows to use, in order; None for all rows.
-    """
+    """Prompts in the rows of a table, by default all. A Prompt object is created on access."""
 
     def __init__(self, table: pa.Table, rows: NDArray[np.int64] | None = None) -> None:
         self.table = table
@@ -289,9 +275,7 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
 
 
 def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
-    """Memory-maps a file from `write_prompts`. Returns its prompts and the bytes that `about`
-    returned.
-    """
+    """Memory-maps a file from `write_prompts`. Returns its prompts and the result of `about`."""
     import pyarrow as pa
 
     reader = pa.ipc.open_file(pa.memory_map(str(path)))

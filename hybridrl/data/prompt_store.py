@@ -1,17 +1,16 @@
 """Stores tokenized prompts for all ranks of a node and for later runs. Does not import torch.
 
-One rank of each node calls `load` once per source and writes the files. The other ranks wait for
-this rank, receive its list of files through `follow`, and call `load` in the same order to map the
-files. This module uses no collectives: the trainer sends the file names to the other ranks.
+One rank of each node calls `load` once per source and writes the files. The other ranks receive its
+list of files through `follow`, and call `load` in the same order to map them. This module uses no
+collectives.
 
-Files are stored in HYBRIDRL_CACHE or, if it is not set, in hybridrl/prompts in the user's cache
-folder ($XDG_CACHE_HOME or ~/.cache). A file name contains a digest of everything that determines
+Files are stored in `prompts_folder()`. A file name contains a digest of everything that determines
 the content: the bytes or commits of the sources, the tokenizer, the keys and limits, and the code
 that reads the rows. Files that no run has used for KEPT_DAYS are removed by the next run that
 writes to the folder. If the folder is not writable, or the origin of the content is unknown (rows
-from Python), files are stored in a temporary folder until all ranks have mapped them. If rows
-contain values that JSON cannot represent, or come from an iterator that can be read only once, no
-file is written, and each rank keeps the prompts in memory.
+from Python), files are in a temporary folder until all ranks have mapped them. If rows contain
+values that JSON cannot represent, or come from an iterator that can be read only once, each rank
+keeps the prompts in memory.
 """
 
 from __future__ import annotations
@@ -75,10 +74,8 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        tokenizer: Tokenizer of the run.
         folder: Folder for the files. Default: `prompts_folder()`.
-        end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
-            template.
+        end_tokens: End tokens of responses. Default: those of the tokenizer and its template.
         images: How the model's prompts contain images; None if it reads only text.
 
     Attributes:
@@ -134,9 +131,7 @@ class PromptStore:
             self._temporary = None
 
     def _file_of(self, reading: Reading) -> Path | None:
-        """Returns the file with the prompts. Writes the file if it does not exist. Returns None if
-        the file cannot be written.
-        """
+        """Returns the file with the prompts, written if needed; None if it cannot be."""
         if not isinstance(reading.source, Sized | None):
             return None  # these rows can be read only once and would be lost if writing failed
         key = self._key(reading) if _has_names(reading) else None
@@ -171,9 +166,7 @@ class PromptStore:
         return content_key(reading, self._tokenizer, self._ends, self._images)
 
     def _find_intact(self, key: str) -> Path | None:
-        """Returns the intact file with this key, if there is one. Removes damaged files, and files
-        with images that have changed since.
-        """
+        """Returns the intact file with this key, if any; removes damaged and outdated ones."""
         for path in self._folder.glob(f"{key}-*{ENDING}"):
             with suppress(OSError):  # the file system may be read-only
                 if is_intact(path) and _has_same_images(path):
@@ -230,7 +223,8 @@ class _SourceError(Exception):
 
 
 def _has_same_images(path: Path) -> bool:
-    """Whether the folders with the images of a file's prompts are as they were when it was written.
+    """Whether the folders with the images of a file's prompts have not changed.
+
     Images within rows need no check, because a row's source is part of the key.
     """
     folders = _LEFT_OUT.validate_json(read_prompts(path)[1]).image_folders
@@ -258,14 +252,11 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds. Skips the check, and returns an empty list, if an
-    earlier run found no errors in the same rows. Errors are never cached.
+    """Returns the errors that `check` finds, or [] if the same rows passed in an earlier run.
 
     Args:
-        config: Section with the column keys.
         names: Sources, as in `data.prompts`.
         criteria: Other inputs that `check` depends on, as JSON values.
-        check: Function that reads the rows and returns the errors in them.
     """
     folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
@@ -312,9 +303,7 @@ def _key(decides: object) -> str:
 
 
 def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | None:
-    """Returns everything that determines the rows of these sources and how they are read, as JSON
-    values. Returns None if part of it is unknown.
-    """
+    """Returns, as JSON, all that determines these sources' rows; None if part is unknown."""
     sources = list(map(source_identity, names))
     if None in sources:
         return None
@@ -324,9 +313,9 @@ def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | 
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Returns a digest of everything that determines how texts are tokenized and messages are
-    rendered. Returns None if the tokenizer is not one of transformers' own fast classes, or if the
-    template inserts the date.
+    """Returns a digest of everything that determines how texts are tokenized and rendered.
+
+    None unless the tokenizer is of transformers' own fast classes, or if it inserts the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")

@@ -1,9 +1,8 @@
-"""Supplies tokenized prompts to the trainer in a new order each epoch, and can resume from a saved
-position. Does not import torch.
+"""Supplies tokenized prompts in a new order each epoch, and can resume. Does not import torch.
 
-Owns the order of prompts. The order depends only on the seed and the prompts, so all ranks choose
-the same prompts without communication. rows.py reads the files. Invariant: after
-`load_state(state)`, a source returns the prompts that the saved source would have returned next.
+The order depends only on the seed and the prompts, so all ranks choose the same prompts without
+communication. Invariant: after `load_state(state)`, a source returns the prompts that the saved
+source would have returned next.
 """
 
 from __future__ import annotations
@@ -51,13 +50,10 @@ class LeftOut:
 
     Attributes:
         limits: Length limits, as shown in messages.
-        num: Number of rows left out because they are too long.
-        num_cut: Number of rows kept with a truncated response.
+        num, num_cut: Number of rows left out as too long, and of those with a truncated response.
         places: Place and token count of each of the first MAX_PLACES rows that are too long.
         in_part: Places of rows of which only the first part was tokenized.
-        chats: Counts for chats.
-        num_bad: Number of unusable rows.
-        first_bad: Description of the first unusable row.
+        num_bad, first_bad: Number of unusable rows, and description of the first.
         image_folders: For each folder from which images were read, a digest of its listing.
     """
 
@@ -100,13 +96,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """Prompts in the order of their sources.
-
-    Attributes:
-        prompts: The prompts.
-        sources: Number of each prompt's source, in ascending order.
-        left_out: Rows that were left out or changed.
-    """
+    """Prompts and the number of each prompt's source, ascending, with rows left out or changed."""
 
     prompts: Sequence[Prompt]
     sources: NDArray[np.int32]
@@ -137,7 +127,6 @@ class Reading:
     """Sources, limits and options for reading prompts.
 
     Args:
-        config: Data section with the column keys and `max_prompt_tokens`.
         source: Names as in `data.prompts`, or rows in memory. Default: `config.prompts`.
         required: Further columns that every row must have.
         max_response_tokens: Maximum number of response tokens, including the end token. Rows with
@@ -166,14 +155,7 @@ class Reading:
         end_tokens: Collection[int] | None = None,
         images: ImageTokens | None = None,
     ) -> Iterator[tuple[Prompt, int]]:
-        """Reads and tokenizes prompts lazily.
-
-        Args:
-            tokenizer: Tokenizer, called with lists of texts.
-            left_out: Counts to add to.
-            end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
-                template.
-            images: How the model's prompts contain images; None if it reads only text.
+        """Reads and tokenizes prompts lazily; see `PromptStore` for the arguments.
 
         Yields:
             Each prompt with the number of its source. `prompt_id` is the number of the row across
@@ -355,13 +337,7 @@ def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
 
 
 class PromptSource:
-    """Endless supply of prompts, in a new order each epoch.
-
-    Args:
-        prompts: Prompts, at least 1.
-        seed: Seed that determines the order, together with the epoch number.
-        shuffle: Whether to shuffle. If not, every epoch follows the order of `prompts`.
-    """
+    """Endless supply of at least 1 prompt; each epoch has an order of its seed and number."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:

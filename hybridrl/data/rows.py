@@ -1,8 +1,7 @@
 """Reads raw rows from JSONL files and other sources. Uses neither torch nor a tokenizer.
 
-Owns the checks of files; forms.py owns the checks of rows. A line that is not a JSON object, or a
-data set that cannot be decoded, means that the source is damaged. A damaged source always stops the
-run. A row that can be read but not used for training is a bad row (`BadRowError`, `BadRows`).
+A line that is not a JSON object, or a data set that cannot be decoded, means that the source is
+damaged, which always stops the run. A row that can be read but not used is a bad row (`BadRows`).
 Before any rank starts, the command line reads every file through `forms.validate_file`, unless an
 earlier check of the same content succeeded. One rank of each node then reads the rows again, unless
 they are already tokenized (prompt_store.py).
@@ -34,10 +33,7 @@ class Row:
 
     Args:
         place: Place shown in messages: "train.jsonl:17", or "prompts[16]" for a row in memory.
-        columns: Values by column name.
-        source: Number of the row's source.
-        is_arrow: Whether the row comes from Arrow, which adds null for keys that occur only in
-            other rows.
+        is_arrow: Whether Arrow adds null for keys that occur only in other rows.
         number: Number of the row among all rows, usable or not.
         is_rendered: Whether a chat template rendered the prompt.
         given: Prompt before rendering. None if it was not rendered, or if the row was split into
@@ -56,11 +52,7 @@ class Row:
 
 
 class BadRows:
-    """Collects unusable rows and counts them by source.
-
-    Args:
-        on_bad_row: Value of `data.on_bad_row`.
-    """
+    """Collects unusable rows and counts them by source, as `data.on_bad_row` says."""
 
     def __init__(self, on_bad_row: Literal["drop", "stop"]) -> None:
         self._on_bad_row = on_bad_row
@@ -90,12 +82,9 @@ class BadRows:
             named.append(error)
 
     def check(self, good: Collection[int], min_rows: int = 1) -> None:
-        """Raises one DataError for all bad rows if they stop the run, or if a source has only bad
-        rows.
+        """Raises one DataError for all bad rows if they stop the run, or a source has only these.
 
-        Args:
-            good: Numbers of the sources with at least one good row.
-            min_rows: Number of bad rows at which a source without good rows raises the error.
+        `good` are the sources with a good row; others may have fewer than `min_rows` bad ones.
         """
         for source, num in self._nums.items():
             if source not in good and num >= min_rows:
@@ -125,10 +114,6 @@ def _shortened(text: str) -> str:
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
     """Reads rows from sources or from memory, in order.
-
-    Args:
-        source: Names as in `data.prompts`, or an iterable of mappings (a list, a
-            `datasets.Dataset`).
 
     Raises:
         DataError: A source is damaged or missing; the error names the file and line.
@@ -195,9 +180,7 @@ def _mapping(value: object, place: str) -> Mapping[str, object]:
 
 
 def refuse_videos(row: Row) -> None:
-    """Raises DataError if a row has videos, because they are never passed to the model. Training on
-    the text alone would be a different task.
-    """
+    """Raises DataError if a row has videos: training on its text alone is a different task."""
     for name in _VIDEOS:
         value = row.columns.get(name)
         if isinstance(value, str):  # only a path or a data URL refers to a video

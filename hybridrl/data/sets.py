@@ -1,6 +1,4 @@
-"""Reads parquet files, folders saved by `datasets`, and data sets on the hub. Does not import
-torch, and imports datasets only if a source needs it.
-"""
+"""Reads parquet files, folders saved by `datasets`, and data sets on the hub. No torch."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ def is_data_set(name: str) -> bool:
 
 
 def source_identity(name: str) -> str | None:
-    """Returns a text that changes whenever the rows of a source change: a digest of a file or of
-    all files in a folder, or the name and commit of a data set. Returns None if the source has no
-    such identity.
+    """Returns a text that changes whenever a source's rows change; None if there is none.
+
+    It is a digest of a file or of all files in a folder, or the name and commit of a data set.
     """
     found = dataset_name(name)
     if found is not None:
@@ -166,15 +164,9 @@ def _hub_set(name: str, datasets: Any) -> Any:
 
 
 def _cached(name: HubName, commit: str, other: Any) -> Any:
-    """Returns the builder for this commit of a data set from the local cache.
+    """Returns the cached builder for this commit; `other` is for the one that datasets chose.
 
-    If datasets (5.2) cannot read from the hub, it uses the newest commit in its cache, which may be
-    a different commit.
-
-    Args:
-        name: Name on the hub.
-        commit: Commit that the run must use.
-        other: Builder for the commit that datasets chose.
+    If datasets (5.2) cannot read from the hub, it uses the newest commit in its cache.
 
     Raises:
         DataError: This commit is not in the cache.

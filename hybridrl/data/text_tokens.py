@@ -65,9 +65,7 @@ class TextTokens:
         return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def continued(self, texts: list[str]) -> list[list[int]]:
-        """Tokenizes texts that continue a sequence, without special tokens and without the space
-        that the tokenizer inserts before a text.
-        """
+        """Tokenizes continuations, without special tokens and the tokenizer's first space."""
         if self._without_space is None:
             return self.plain(texts)
         return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
@@ -106,9 +104,7 @@ class TextTokens:
 
 
 def _without_first_space(tokenizer: Any) -> Any:
-    """Returns the backend of a fast tokenizer, changed so that it inserts no space before a text.
-    Returns None if the tokenizer never inserts a space, or if the backend is unknown.
-    """
+    """Returns a fast tokenizer's backend without its first space; None if none or unknown."""
     backend: Any = getattr(tokenizer, "_tokenizer", None)  # only fast tokenizers have it
     if not hasattr(backend, "to_str"):
         return None
@@ -123,9 +119,7 @@ def _without_first_space(tokenizer: Any) -> Any:
 
 
 def _drop_first_space(content: dict[str, Any]) -> bool:
-    """Changes the content of a tokenizer.json so that no space is inserted before a text. Returns
-    whether anything changed.
-    """
+    """Changes the content of a tokenizer.json to insert no first space; whether it changed."""
     changed = False
     for key, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         section = content.get(key) or {}

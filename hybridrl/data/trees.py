@@ -1,10 +1,9 @@
 """Converts trees of messages, as published by OpenAssistant, into conversations, pairs or prompts.
-Does not import torch.
 
 A tree is either one row (`prompt`, a message whose `replies` are messages) or one row per message
 (`message_id`, `parent_id`, `message_tree_id`); the rows of a tree must be adjacent. The resulting
-rows have the column `messages`, or the columns `chosen` and `rejected`, which forms.py reads. Only
-one tree is in memory at a time.
+rows have the column `messages`, or `chosen` and `rejected`, which forms.py reads. Only one tree is
+in memory at a time. No torch.
 
 Human raters ranked the replies to each message; rank 0 is the best. Replies without a rank are
 sorted last. Deleted messages and the replies to them are left out.
@@ -41,13 +40,10 @@ class _Node:
 def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
     """Yields all rows, with each tree replaced by the rows made from it.
 
-    Args:
-        rows: Rows in the order of their sources.
-        kind: Kind of rows (forms.py). A demonstration is the conversation that follows the best
-            replies. A prompt is the first message. Pairs are the best and the worst reply of the
-            assistant to each message whose replies have different ranks. Trees have no labels, so
-            `labels` leaves them unchanged.
-        bad: Collects unusable trees, each counted as one row.
+    A demonstration is the conversation that follows the best replies. A prompt is the first
+    message. Pairs are the best and the worst reply of the assistant to each message whose replies
+    have different ranks. Trees have no labels, so `labels` leaves them unchanged. An unusable tree
+    counts as one row in `bad`.
 
     Raises:
         DataError: Raised after the last row if no rows could be made from the trees.
@@ -81,7 +77,7 @@ def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows of one tree as a group, and every other row by itself."""
+    """Yields the rows of one tree as a group, and every other row alone."""
     group: list[Row] = []
     for row in rows:
         if group and not (_is_flat(row) and _same_tree(row, group[0])):
@@ -200,9 +196,7 @@ def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, obje
 
 
 def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yields two conversations for each message: one ends with the best reply to the message, the
-    other with the worst reply.
-    """
+    """Yields, for each message, the conversations up to its best and its worst reply."""
     waiting = [(root, [root.message])]
     while waiting:
         node, earlier = waiting.pop()

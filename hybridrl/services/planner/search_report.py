@@ -1,4 +1,4 @@
-"""Creates the report of `hybridrl plan --search`: the best layouts, and why not others. No torch."""
+"""Creates the report of `hybridrl plan --search`: the best layouts, and why not others."""
 
 from __future__ import annotations
 
