@@ -60,22 +60,19 @@ POLL_S = 2e-5  # how often the host polls whether the weights have arrived
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """Measurements of one transition to rollout.
+    """Measurements of one transition to rollout. Totals are sums over all ranks.
 
     Args:
-        version: Weight version of the engine after the transition.
         received_bytes, sent_bytes: Bytes that this rank received and sent, over any kind of link.
         seconds: Wall time until this rank's parameters are complete, without verification.
         total_planned_bytes: Bytes that all ranks send according to the plan.
-        total_sent_bytes, total_received_bytes: Bytes sent and received, summed over all ranks.
         total_node_received_bytes: The part of `total_received_bytes` that came from other nodes.
-        total_messages: Number of messages sent by all ranks; 0 if ranks read each other's memory.
+        total_messages: Number of messages; 0 if ranks read each other's memory.
         slowest_gb_per_s: Receive rate of the rank that took longest, in 1e9 bytes per second.
         transfer_seconds: Time until the weights had arrived, on the slowest rank; the rest of
             `seconds` is spent on waking the engine and on waiting for other ranks.
         verify_seconds: Time spent on verification; 0 if the version was not verified.
-        keeps_memory: Whether the next phase change frees no memory, because the memory of both
-            phases fits on the device.
+        keeps_memory: Whether the memory of both phases fits, and no phase change frees any.
     """
 
     version: int
@@ -113,7 +110,6 @@ class HybridEngine:
     Args:
         source: The policy's weights, which each transition copies to the engine.
         target: This rank's engine.
-        peers: All ranks.
         staging_bytes: Maximum total size of the staging buffers (`rollout.staging_mib`).
         verify_every: Weight versions that are multiples of this number are verified; 0 for none
             (`rollout.verify`).
@@ -130,7 +126,6 @@ class HybridEngine:
             The engine then pauses only to receive new weights, or when its memory is needed.
 
     Attributes:
-        transport: Transport that copies the weights.
         before_change: Function that is called before each phase change, so that the peak memory of
             each phase can be measured separately.
 
@@ -217,8 +212,9 @@ class HybridEngine:
     def make_transport(
         self, kind: Literal["packed", "peer"], plan: Plan | None = None
     ) -> Transport:
-        """Returns a new transport for a plan, by default for the plan that copies all weights.
-        Collective; the caller must close the transport.
+        """Returns a new transport for a plan, by default of all weights; collective.
+
+        The caller must close it.
 
         Raises:
             ValueError: `kind` is 'peer', but the engine has no `peer_memory`.
@@ -327,8 +323,8 @@ class HybridEngine:
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
 
-        The wait has a time limit because NCCL's watchdog does not monitor CUDA graphs or copies
-        from peer memory. Without the limit, this rank would wait forever for a failed rank.
+        NCCL's watchdog does not monitor CUDA graphs or copies from peer memory, so the wait has its
+        own time limit.
         """
         summary = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
@@ -362,8 +358,7 @@ class HybridEngine:
         return traffic
 
     def _choose_plan(self) -> None:
-        """Chooses between the plan that copies all weights and the plan that leaves out frozen
-        weights. Collective if the choice changes.
+        """Chooses the plan of all weights, or the one without frozen weights; may be collective.
 
         Only one transport exists at a time, since each has staging buffers.
         """
@@ -373,10 +368,9 @@ class HybridEngine:
             self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
 
     def send_frozen_again(self) -> None:
-        """Makes the next transition send the frozen weights again.
+        """Makes the next transition send the frozen weights, which have changed, again.
 
-        All ranks must call this method after frozen weights have changed, for example when a
-        checkpoint was loaded.
+        All ranks must call this, for example when a checkpoint was loaded.
         """
         self._has_frozen = False
 
@@ -390,8 +384,7 @@ class HybridEngine:
         self.transport.close()
 
     def verify(self) -> None:
-        """Compares the source and the destination of every copy; collective, allowed only in the
-        rollout phase.
+        """Compares source and destination of every copy in the rollout phase; collective.
 
         Raises:
             PhaseError: The trainer's weights have already been freed.
@@ -410,9 +403,7 @@ class HybridEngine:
         verify(self.plan, self._peers, *ends, self._wire_dtype)
 
     def _verify_copies(self) -> None:
-        """Raises VerifyError on every rank if an engine computes with copies of parameters that are
-        out of date.
-        """
+        """Raises VerifyError on every rank if an engine computes with outdated copies."""
         stale = self._peers.gather_objects(stale_copy_of(self._target))
         for rank, name in enumerate(stale):
             if name is not None:
@@ -427,14 +418,11 @@ class HybridEngine:
         return time.perf_counter() - start
 
     def to_train(self, frees_memory: bool = False) -> None:
-        """Enters the training phase. The engine keeps its unfinished requests, and goes to sleep
-        unless it runs on separate ranks and keeps generating.
+        """Enters the training phase. The engine keeps its unfinished requests.
 
-        The engine's memory is freed unless both phases fit on the device (headroom.py).
-
-        Args:
-            frees_memory: Whether to free the engine's memory even if both phases fit; for rare work
-                that needs much memory.
+        The engine goes to sleep unless it keeps generating on separate ranks. Its memory is freed
+        unless both phases fit on the device (headroom.py), or with `frees_memory`, for rare work
+        that needs much memory.
 
         Raises:
             PhaseError: The current phase is already training.
@@ -467,11 +455,7 @@ def _nothing() -> None:
 
 
 def _give_blocks_back() -> None:
-    """Returns cached blocks of torch's allocator to the driver, because the engine allocates memory
-    outside torch.
-
-    The next policy update allocates them again.
-    """
+    """Returns cached blocks of torch's allocator to the driver, for the engine's own allocator."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -502,10 +486,8 @@ def _content(own: RankLayout | frozenset[str]) -> object:
 class _Traits(NamedTuple):
     """Properties that apply to the whole job if they apply to any rank.
 
-    Args:
-        has_computed: Whether any source tensor is computed while it is sent.
-        forgets: Whether an engine loses its weights when it sleeps and frees its memory.
-        forgets_kept: Whether an engine loses its weights when it sleeps and keeps its memory.
+    `has_computed`: a source tensor is computed while it is sent. `forgets`, `forgets_kept`: an
+    engine loses its weights in a sleep that frees, or that keeps, its memory.
     """
 
     has_computed: bool

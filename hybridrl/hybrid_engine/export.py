@@ -1,11 +1,8 @@
 """Writes weights that are sharded over ranks as one HF directory.
 
-Every rank that can access the directory writes some of the tensors, and stores only one whole
-tensor at a time.
-
-Who waits for whom: `export_hf` is collective. In each round every writing rank receives one whole
-HF tensor from the ranks that own its shards, writes the tensor and frees it. If writing fails on a
-rank, the rank keeps receiving, and all ranks raise its error at the end.
+Who waits for whom: `export_hf` is collective. In each round every rank that can access the
+directory receives one whole HF tensor from the ranks that own its shards, writes the tensor and
+frees it. If writing fails, the rank keeps receiving, and all ranks raise its error at the end.
 """
 
 from __future__ import annotations
@@ -56,11 +53,9 @@ def export_hf(
     Args:
         directory: Directory to write; it must not exist yet, or be empty. Rank 0 creates it; every
             rank that can then access it writes some of the tensors.
-        source: Weights to write.
         shapes: Shape of every HF tensor of the model, as `hf_shapes` returns them.
         dtype: Type of the written tensors, except for tensors that are kept in fp32.
         config: Content of config.json.
-        peers: All ranks that hold shards.
         side_files: Folder from which tokenizer files are copied; None to copy none.
         card: Text of the directory's README.md; None for no README.
         kept: Tensors that training passed over, which are copied unchanged; the same on all ranks.
@@ -147,9 +142,7 @@ def _rounds(
     writers: Sequence[int],
     itemsize: int,
 ) -> Iterator[tuple[Plan, dict[int, RankLayout]]]:
-    """Yields for each round the plan, and for each writer the layout of the tensor that it
-    receives.
-    """
+    """Yields each round's plan, and for each writer the layout of the tensor that it receives."""
     regions = [_by_hf_name(layout) for layout in layouts]
     names = list(shapes)
     for first in range(0, len(names), len(writers)):

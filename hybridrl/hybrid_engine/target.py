@@ -18,9 +18,7 @@ class WeightTarget(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the live parameters by their names in the layout; writing to them changes the
-        engine.
-        """
+        """Returns the engine's live parameters by their names in the layout, to write to."""
         ...
 
     def begin_update(self) -> None:
@@ -30,16 +28,12 @@ class WeightTarget(Protocol):
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation until the next update has finished.
 
-        Args:
-            keeps_memory: Whether weights and caches stay allocated instead of being freed for
-                training.
+        With `keeps_memory`, weights and caches stay allocated instead of being freed for training.
         """
         ...
 
     def finish_update(self, version: int) -> None:
-        """Declares that all parameters now have weight version `version`, and clears caches that
-        depend on the weights.
-        """
+        """Declares a new version of all parameters, and clears caches that depend on them."""
         ...
 
 
@@ -48,9 +42,7 @@ class ForgettingTarget(WeightTarget, Protocol):
     """A target whose parameters can lose their content while it sleeps."""
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether `sleep(keeps_memory)` loses the content of parameters; constant during a
-        run.
-        """
+        """Returns whether `sleep(keeps_memory)` loses parameters; constant during a run."""
         ...
 
 
@@ -69,9 +61,7 @@ def stale_copy_of(target: WeightTarget) -> str | None:
 
 
 def forgets(target: WeightTarget) -> tuple[bool, bool]:
-    """Returns whether a target loses its weights when it sleeps: one value for a sleep that frees
-    memory, and one for a sleep that keeps it.
-    """
+    """Returns whether a target loses its weights in a sleep that frees, or that keeps, memory."""
     if not isinstance(target, ForgettingTarget):
         return False, False
     return target.forgets_weights(keeps_memory=False), target.forgets_weights(keeps_memory=True)

@@ -1,9 +1,8 @@
-"""Verifies a finished transfer by comparing checksums of the source and destination of every copy.
+"""Verifies a finished transfer by checksums of the source and destination of every copy.
 
-Who waits for whom: `verify` is collective. Every rank computes checksums of the slices that it sent
-and of the slices that it received, and all ranks compare them. proof.py has already proven that the
-plan is correct. Checksums detect other faults: a broken transport, a parameter that the engine
-repacked, or memory that other code overwrote.
+`verify` is collective. proof.py has already proven that the plan is correct. Checksums detect other
+faults: a broken transport, a parameter that the engine repacked, or memory that other code
+overwrote.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ def verify(
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
 ) -> None:
-    """Compares every source slice, cast as the transfer casts it, with the slice at its
-    destination.
+    """Compares every source slice, cast as in the transfer, with the slice at its destination.
 
-    Args:
-        plan, peers, sources, dests, wire_dtype: See `PackedTransport`.
+    See `PackedTransport` for the arguments.
 
     Raises:
         VerifyError: A slice differs. Raised on every rank; names the parameter, the element range
@@ -89,10 +86,7 @@ def _compare(plan: Plan, sums: list[tuple[dict[Key, int], dict[Key, int]]]) -> N
 
 
 def checksum(part: Tensor) -> Tensor:
-    """Returns a checksum, an int64 scalar on the part's device.
-
-    The checksum changes if any bit changes or if two elements swap places.
-    """
+    """Returns an int64 scalar that changes with any bit, and if two elements swap places."""
     words = part.contiguous().view(BYTES_OF[part.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for start in range(0, words.numel(), CHUNK):

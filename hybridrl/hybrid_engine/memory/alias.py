@@ -1,10 +1,9 @@
-"""Finds engine parameters that can share memory with training parameters.
+"""Finds engine parameters that can share memory with training parameters. Pure.
 
 If training and generation shard a tensor in the same way, the engine's parameter becomes a view of
-the training parameter, so that nothing is copied. A parameter that stacks experts becomes a single
-view of them, if the rank trains the same experts and they are evenly spaced in memory
-(models/expert_stacks.py). Pure. The engine creates the views before it captures CUDA graphs,
-because graphs contain fixed addresses.
+the training parameter. A parameter that stacks experts becomes a single view of them, if the rank
+trains the same experts and they are evenly spaced in memory (models/expert_stacks.py). The engine
+creates the views before it captures CUDA graphs, because graphs contain fixed addresses.
 """
 
 from __future__ import annotations
@@ -34,19 +33,17 @@ Content = frozenset[tuple[str, Box, Box]]
 def shared_names(
     source: RankLayout, target: RankLayout, has_even_stacks: bool = True
 ) -> dict[str, str]:
-    """Returns for each engine tensor that can be shared the name of the training tensor with the
-    same content at the same offsets.
+    """Returns, for each engine tensor that can be shared, the training tensor of equal content.
 
-    The training tensor has rows of the same length, and at least as many of them. Tensors that are
-    kept in fp32 are left out, and so are FP8 weights with their scales. So are tensors that engines
-    copy before use (`COPIED`): vLLM's copies are views of the loaded parameter, so replacing that
-    parameter would not free its memory. So are slots of adapters, whose addresses the engine's
-    kernels keep in tables. The experts of a stack, named `<parameter>/<index>`, are shared only all
-    together, and only if they are consecutive in training too.
+    The training tensor has rows of the same length, and at least as many of them. Left out are
+    tensors in fp32, FP8 weights with their scales, tensors that engines copy before use (`COPIED`:
+    vLLM's copies are views of the loaded parameter, whose memory would stay), and slots of
+    adapters, whose addresses the engine's kernels keep in tables. The experts of a stack, named
+    `<parameter>/<index>`, are shared only all together, and only if they are consecutive in
+    training too.
 
     Args:
-        source: Layout of the trainer.
-        target: Layout of the engine on the same rank.
+        source, target: Layouts of the trainer and of the engine on the same rank.
         has_even_stacks: Whether a stack's experts are, or may be, evenly spaced in memory
             (`stacks_are_even`); if False, no stack is shared.
     """
@@ -76,18 +73,12 @@ def shared_names(
 
 
 def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dict[str, Tensor]:
-    """Returns for each engine parameter that can be shared the view of training memory that
-    replaces it.
+    """Returns, for each engine parameter that can be shared, the view of training memory.
 
-    A training parameter can be shared if it has the same content at the same offsets, is contiguous
-    and has the engine's dtype. The training parameter may have additional rows that pad the
-    vocabulary; the engine never reads these rows. In a stack of experts, (experts, rows, columns),
-    the stride between experts is constant but may exceed the size of an expert.
-
-    Args:
-        shard: Shard of the trainer.
-        target: Layout of the engine on the same rank.
-        dtype: Type of the engine's parameters.
+    The training parameter has the same content at the same offsets, is contiguous and has the
+    engine's `dtype`. It may have additional rows that pad the vocabulary, which the engine never
+    reads. In a stack of experts, (experts, rows, columns), the stride between experts is constant
+    but may exceed the size of an expert.
     """
     views: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -110,9 +101,7 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
 
 
 def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
-    """Whether the engine's tensor `name`, as the layout names it, has the same address as its
-    shared view.
-    """
+    """Whether the engine's tensor has the same address as its shared view."""
     parameter, _, index = name.partition("/")
     if parameter not in views:
         return False
@@ -121,9 +110,7 @@ def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
 
 
 def _stacked(experts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one view that stacks matrices of equal size; None if the matrices are not evenly
-    spaced in memory.
-    """
+    """Returns one view that stacks equal matrices; None if they are not evenly spaced."""
     first, storage = experts[0], experts[0].untyped_storage().data_ptr()
     starts = [one.storage_offset() for one in experts]
     distance = starts[1] - starts[0] if len(experts) > 1 else first.numel()

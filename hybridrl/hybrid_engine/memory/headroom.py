@@ -1,12 +1,10 @@
 """Decides whether the device has room for training and rollout at the same time.
 
-Unmapping an engine's memory, returning cached blocks to the driver and allocating everything again
-takes a few tenths of a second per step. If the peak of a whole training step leaves enough memory
-for the engine, both stay allocated. The peak is measured: torch's allocator keeps its memory until
-`empty_cache`, so the memory that the driver reports as free after an update is the memory that
-training never used. An update with small micro-batches uses less memory than one with full
-micro-batches; the difference is reserved, because an engine that stays allocated cannot make room
-for it.
+Unmapping an engine's memory and allocating everything again takes a few tenths of a second per
+step. If the peak of a whole training step leaves enough memory for the engine, both stay allocated.
+torch's allocator keeps its memory until `empty_cache`, so what the driver reports as free after an
+update is what training never used. The further need of updates with full micro-batches is reserved,
+because an engine that stays allocated cannot make room for it.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def allocator_flushes() -> int:
 class Headroom:
     """Decides before each phase change whether the memory of both phases stays allocated.
 
-    Each rank measures its own `spare_bytes`. All ranks decide from the values of all ranks, so
-    they reach the same decision.
+    All ranks decide from the `spare_bytes` of all ranks, so they reach the same decision.
 
     Args:
         measure: Function that returns free and total bytes.
@@ -65,8 +62,7 @@ class Headroom:
         Args:
             may_stay: Whether the configuration allows training memory to stay allocated, and a full
                 update has run since it was last freed.
-            growth_bytes: How much full micro-batches would raise the peak memory of this update, in
-                bytes.
+            growth_bytes: How much full micro-batches would raise the peak of this update.
         """
         found, flushes = self._measure(), self._count_flushes()
         is_known = not self._was_disturbed and flushes == self._num_flushes
@@ -87,8 +83,7 @@ class Headroom:
     def spare_bytes(self) -> int:
         """Returns how many bytes more than required would be free with both phases allocated.
 
-        Negative if memory is insufficient, or if memory use is unknown. Must be called while all of
-        the engine's memory is allocated.
+        Negative if insufficient or unknown. All of the engine's memory must be allocated.
         """
         found = self._measure()
         if found is None or self._unused is None:

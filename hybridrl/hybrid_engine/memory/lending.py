@@ -24,11 +24,9 @@ from hybridrl.parallel.device_mapping import GRANULARITY
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of physical device memory that one owner lends to another.
+    """A piece of physical device memory, by driver handle, that its owner lends and releases.
 
-    Args:
-        handle: Driver handle of the memory; the lender releases it.
-        num_bytes: Size; a piece is always mapped as a whole.
+    It is always mapped as a whole.
     """
 
     handle: int
@@ -54,29 +52,20 @@ class MemoryLender(Protocol):
     """An engine whose physical memory may be used by training while it sleeps."""
 
     def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
-        """Returns pieces with a total size of at least `num_bytes`, or all pieces if there are not
-        enough.
+        """Returns pieces of at least `num_bytes` in total, or all pieces if they are too few.
 
-        With `keeps_weights`, only pieces of the KV cache are lent. An engine that keeps its memory
-        during training then also keeps its weights, so frozen weights are sent only once.
-
-        From then on the pieces stay allocated in both phases. Must be called while the engine
-        sleeps.
+        With `keeps_weights`, only pieces of the KV cache are lent, so that frozen weights are sent
+        only once. The pieces stay allocated in both phases. The engine must sleep.
         """
         ...
 
     def released_bytes(self) -> int:
-        """Returns the bytes of tensors that have no physical memory while the engine sleeps.
-
-        torch's allocator still counts these bytes.
-        """
+        """Returns the bytes of tensors without memory while the engine sleeps, as torch counts."""
         ...
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Returns indices of a few sizes whose sum reaches `wanted` with little excess; all indices if
-    all sizes together are too small.
-    """
+    """Returns indices of a few sizes that reach `wanted` with little excess, or of all."""
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     chosen: list[int] = []
     missing = wanted
@@ -93,8 +82,7 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
 
 
 class LentMemory:
-    """A contiguous address range for training, backed by lent pieces and, for the rest, by memory
-    that this object allocates.
+    """A contiguous address range for training, of lent pieces, then its own memory.
 
     `restore` allocates this object's own memory and `release` frees it; calls must alternate and
     begin with `restore`.
@@ -102,7 +90,6 @@ class LentMemory:
     Args:
         mapping: Device on which memory is mapped.
         num_bytes: Number of bytes needed.
-        pieces: Pieces that the lender provides, which are mapped at the beginning of the range.
 
     Attributes:
         address: Address of the first byte. Lent bytes are always accessible.
@@ -124,9 +111,7 @@ class LentMemory:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that this object has allocated and mapped now; torch's allocator does not count
-        them.
-        """
+        """Bytes that this object has mapped now, which torch's allocator does not count."""
         return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
@@ -150,9 +135,7 @@ class LentMemory:
             self._own_handle = 0
 
     def close(self) -> None:
-        """Frees the address range and the memory that `restore` allocated. The lender may release
-        the lent pieces before or after this call.
-        """
+        """Frees the address range and own memory, before or after the lender frees its pieces."""
         if not self.address:
             return
         self._mapping.wait()  # a sync point, at the end of a run

@@ -39,17 +39,12 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether the memory may stay allocated during rollout.
-
-        True if a full update has run since it was last released.
-        """
+        """Whether the memory may stay allocated during rollout, after a full update with it."""
         ...
 
     @property
     def growth_bytes(self) -> int:
-        """How much full micro-batches would raise the peak memory since training memory was last
-        released, in bytes.
-        """
+        """Bytes by which full micro-batches would raise the peak since the last release."""
         ...
 
 
@@ -61,9 +56,7 @@ class TrainingWeights(Restorable, Protocol):
 
     @property
     def is_freed(self) -> bool:
-        """Whether `release` frees the weights; otherwise it starts an all-gather that may overlap
-        rollout.
-        """
+        """Whether `release` frees the weights instead of starting an all-gather."""
         ...
 
 

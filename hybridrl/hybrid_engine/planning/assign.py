@@ -30,7 +30,7 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
-CHUNK = 4096  # candidates that are evaluated at once, to limit memory
+CHUNK = 4096  # candidates that are evaluated together, to limit memory
 # Share of the received bytes that an order must save if it spreads data-parallel groups over more
 # nodes.
 WORTH_SPREADING = 0.1
@@ -40,10 +40,8 @@ WORTH_SPREADING = 0.1
 class Assignment:
     """A rollout layout and its costs, in elements.
 
-    Args:
-        layout: Replica and tensor-parallel rank of each rank.
-        receive: Number of elements that the busiest receiver receives.
-        send: Number of elements that the busiest sender sends, with senders balanced.
+    `receive` is what the busiest receiver receives, `send` what the busiest sender sends, with
+    senders balanced.
     """
 
     layout: RolloutLayout
@@ -85,12 +83,7 @@ def assign(
 
 
 def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
-    """Returns how many of these ranks are on each node; None if the numbers differ between nodes.
-
-    Args:
-        ranks: Ranks in ascending order.
-        domain_size: Number of consecutive ranks on one node.
-    """
+    """Returns how many of these ascending ranks are on each node; None if the numbers differ."""
     nodes = Counter(rank // domain_size for rank in ranks)
     return nodes[ranks[0] // domain_size] if len(set(nodes.values())) == 1 else None
 
@@ -110,11 +103,8 @@ def evaluate_parts(
 ) -> Assignment:
     """Returns a given layout with its costs; parts may differ between replicas.
 
-    Args:
-        sources: Training layout of each rank.
-        parts: Engine layout of each rank that has an engine, in order. Equal layouts should be the
-            same object, which saves comparisons.
-        layout: Replica and tensor-parallel rank of each of these ranks.
+    `parts` has the engine layout of each rank with an engine, in order. Equal layouts should be one
+    object, which saves comparisons.
     """
     numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
     distinct = list({id(part): part for part in parts}.values())
@@ -129,8 +119,7 @@ def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout])
 
 
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
-    """Returns the size of a unit of ranks, which contains whole replicas, and the candidate
-    patterns.
+    """Returns the size of a unit of ranks, of whole replicas, and the candidate patterns.
 
     A pattern assigns each rank of a unit a tensor-parallel rank. For units of up to 8 ranks all
     patterns are returned, for larger units only patterns with regular intervals.
@@ -148,12 +137,9 @@ def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, lis
 
 @dataclass(frozen=True)
 class OrderChoice:
-    """An order of the training axes and its cost, in elements.
+    """An order of the training axes, in Megatron's notation, and its cost, in elements.
 
-    Args:
-        order: Axes in Megatron's notation.
-        receive: Number of elements that the busiest receiver receives in this order.
-        default_receive: Like `receive`, but in Megatron's default order.
+    `receive` is what the busiest receiver receives, `default_receive` that in Megatron's default.
     """
 
     order: str
@@ -167,8 +153,7 @@ def choose_order(
     parts: Sequence[RankLayout],
     domain_size: int | None = None,
 ) -> OrderChoice:
-    """Finds the order of the training axes that minimises the bytes that the busiest receiver
-    receives.
+    """Finds the order of the training axes with which the busiest receiver receives the least.
 
     Candidates are orders that Megatron accepts and that do not spread training's messages over more
     nodes: tensor- and context-parallel groups may span no more nodes than in Megatron's default
@@ -179,8 +164,7 @@ def choose_order(
     then the first order in a fixed list.
 
     Args:
-        train: Layout in Megatron's default order.
-        sources: Training layout of each rank in the default order.
+        train, sources: Training layout in Megatron's default order, and that of each rank.
         parts: Engine layout of each tensor-parallel rank.
         domain_size: Number of consecutive ranks on one node; None if all are on one node.
     """
@@ -308,10 +292,9 @@ class Costs:
     def send(self, candidates: np.ndarray) -> np.ndarray:
         """Returns for each candidate how many elements its busiest sender must send at least.
 
-        By linear-programming duality this is the maximum, over all sets of ranks, of the number of
-        elements that only the set's ranks hold divided by the set's size. In large jobs only the
-        sets of owners and the set of all ranks are tried, which is exact if sets of owners are
-        disjoint or nested.
+        By duality this is the maximum, over all sets of ranks, of the elements that only the set
+        holds divided by its size. In large jobs only the sets of owners and the set of all ranks
+        are tried, which is exact if sets of owners are disjoint or nested.
         """
         size = len(self._senders)
         if size <= MAX_EXACT:
@@ -329,9 +312,7 @@ class Costs:
         return np.ceil(np.concatenate(found) - 0.01)
 
     def best(self, candidates: np.ndarray, unit: int) -> Assignment:
-        """Returns the cheapest candidate; among equally cheap candidates, the candidate with the
-        least total traffic, then the first.
-        """
+        """Returns the cheapest candidate, then that with the least total traffic, then the first."""
         size, tp = self.missing.shape
         receive = self.receive(candidates)
         candidates = candidates[receive == receive.min()]
@@ -343,10 +324,7 @@ class Costs:
 
 
 def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
-    """Returns the layout in which ranks have the given tensor-parallel ranks.
-
-    Within each `unit` of consecutive ranks, replicas consist of ascending ranks.
-    """
+    """Returns a layout by tensor-parallel rank, with replicas of ascending ranks in each unit."""
     counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
     pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
     return RolloutLayout(tp, tuple(pairs))
@@ -378,27 +356,20 @@ def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
 
 
 def _least(patterns: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Returns the pattern whose busiest receiver receives least; between equal patterns, the
-    pattern with the least traffic.
-    """
+    """Returns the pattern whose busiest receiver receives least, then that of least traffic."""
     each = missing[np.arange(len(missing)), patterns]
     return patterns[np.lexsort((each.sum(axis=1), each.max(axis=1)))[0]]
 
 
 def _matched(missing: np.ndarray) -> np.ndarray:
-    """Returns a tensor-parallel rank for each rank such that the largest cost is minimal.
-
-    Each tensor-parallel rank occurs equally often.
-    """
+    """Returns each rank's tensor-parallel rank, all equally often, with the least largest cost."""
     limits = np.unique(missing)
     first = bisect_left(limits, True, key=lambda limit: _matching(missing <= limit) is not None)
     return np.array(_matching(missing <= limits[first]))
 
 
 def _matching(is_allowed: np.ndarray) -> list[int] | None:
-    """Returns an allowed tensor-parallel rank for each rank, each equally often; None if
-    impossible.
-    """
+    """Returns an allowed tensor-parallel rank for each rank, each equally often, if possible."""
     size, tp = is_allowed.shape
     taken: list[list[int]] = [[] for _ in range(tp)]
 

@@ -30,11 +30,8 @@ SLACK = 8
 class Part:
     """The elements of one stream that one message contains.
 
-    Args:
-        stream: Stream of the elements.
-        elements: Number of elements.
-        pieces: This rank's operations, or pieces of them, in order. Empty if the rank forwards
-            elements from the previous exchange.
+    `pieces` are this rank's operations in order, or parts of them; empty if the rank forwards
+    elements from the previous exchange.
     """
 
     stream: Stream
@@ -57,17 +54,13 @@ def schedule_exchanges(
     direct: Collection[CopyOp] = (),
     direct_elements: Mapping[Stream, int] | None = None,
 ) -> list[Exchange]:
-    """Returns a rank's messages in every exchange; the number of exchanges is the same on all
-    ranks.
+    """Returns a rank's messages in every exchange; all ranks have the same number of exchanges.
 
     Args:
         plan: Plan to schedule, whose local operations are ignored.
-        rank: Rank that sends and receives the messages.
-        capacity_bytes: Maximum number of bytes that a rank sends, and that it receives, in one
-            exchange.
-        direct: The rank's operations that bypass the staging buffers.
-        direct_elements: For every stream between any ranks, the number of elements that bypass the
-            staging buffers.
+        capacity_bytes: Maximum that a rank sends, and that it receives, in one exchange.
+        direct, direct_elements: The rank's operations that bypass the staging buffers, and for
+            every stream between any ranks, the number of elements that do.
 
     Raises:
         PlanError: The capacity is too small for one element of each of a rank's streams.
@@ -100,9 +93,7 @@ def schedule_exchanges(
 
 
 def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int) -> tuple[int, int]:
-    """Returns the number of chunks, and the grain: streams are split at multiples of this number of
-    elements.
-    """
+    """Returns the number of chunks, and the grain at multiples of which streams are split."""
     if not streams:
         return 0, 1
     hops = [(*hop, elements) for stream, elements in streams.items() for hop in stream.hops]
@@ -132,9 +123,7 @@ class _Line:
     stops: Sequence[int]
 
     def cut(self, start: int, stop: int) -> Iterator[CopyOp]:
-        """Yields in order the operations between two elements of the stream; splits operations
-        where needed.
-        """
+        """Yields the operations between two elements of the stream, splitting them if needed."""
         for number in range(bisect_right(self.stops, start), len(self.ops)):
             op = self.ops[number]
             first = self.stops[number] - volume(op.dest_box)

@@ -33,10 +33,8 @@ class Way(NamedTuple):
 
     Args:
         source: Rank that sends the piece.
-        route: Rank on which it lands, followed by the ranks of the same node to which it is
-            forwarded.
-        is_plain: Whether all ranks of the route have the same target class and therefore list their
-            pieces in the same order.
+        route: Rank on which it lands, and those of the same node to which it is forwarded.
+        is_plain: Whether the route's ranks have one target class, and so list pieces in one order.
     """
 
     source: int
@@ -45,9 +43,7 @@ class Way(NamedTuple):
 
 
 class _Pattern:
-    """The pieces needed by a node whose ranks have the given target classes. Pieces are numbered
-    within each receiver group.
-    """
+    """The pieces for a node with these target classes, numbered within receiver groups."""
 
     def __init__(self, joined: Join, classes: Sequence[int]) -> None:
         self.classes = classes
@@ -66,10 +62,6 @@ class Crossings:
     """The pieces that are sent to each node from other nodes.
 
     `balance_senders(demands)` must run before `way`, `streams` or `digest` is called.
-
-    Args:
-        joined: Pieces that the targets need, and their owners.
-        domain_size: Number of consecutive ranks on one node.
     """
 
     def __init__(self, joined: Join, domain_size: int) -> None:
@@ -140,13 +132,7 @@ class Crossings:
     def _find_ways(
         self, node: int, group: ReceiverGroup, pieces: np.ndarray | None = None
     ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Returns the source and the route of each of a group's pieces.
-
-        Args:
-            node: Node that needs the pieces.
-            group: Receiver group of the pieces.
-            pieces: Numbers of the pieces; None for all.
-        """
+        """Returns source and route of each piece of a node's group, or of some pieces only."""
         demand, position = self._sent[node][group]
         start = node * self._domain_size
         ranks = [start + place for place in self._patterns[node].ranks(group)]
@@ -157,8 +143,7 @@ class Crossings:
         return demand.senders_to(position, pieces), [routes[place] for place in landing]
 
     def _landing(self, node: int) -> Landings:
-        """Returns the ranks on which a node's pieces land; nodes with the same needs share one
-        result.
+        """Returns the ranks on which a node's pieces land; equal nodes share one result.
 
         Landings are balanced like sends, by demands whose senders are the landing ranks.
         """

@@ -1,10 +1,8 @@
-"""Finds blocks that are large and contiguous in both source and destination, and can bypass the
-staging buffers.
+"""Finds blocks, large and contiguous on both ends, that can bypass the staging buffers.
 
-A block that bypasses the buffers is sent as one message from the source tensor to the destination
-tensor, without packing and unpacking. Only the receiver knows whether a block is contiguous in the
-destination tensor, and only the sender knows whether it is contiguous in the source tensor. The
-ranks therefore agree on these blocks in advance, for one plan or for many plans at the same time.
+Such a block is sent as one message from the source tensor to the destination tensor. Only its owner
+knows whether a tensor is contiguous there, so the ranks agree on these blocks in advance, for one
+plan or for many at the same time.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ class Direct:
 
     Args:
         sends, receives: This rank's operations by peer, in the same order on both ranks.
-        elements: For every stream between any ranks, the number of elements that bypass the
-            buffers.
+        elements: Their number of elements, for every stream between any ranks.
     """
 
     sends: Mapping[int, list[CopyOp]] = field(default_factory=dict)
@@ -55,8 +52,7 @@ def agree_on_all(
     dests: Sequence[Mapping[str, Tensor]],
     wire_dtype: torch.dtype,
 ) -> list[Direct]:
-    """Finds the operations of each plan that need no staging; collective. The ranks communicate
-    twice, regardless of the number of plans.
+    """Finds each plan's operations that need no staging; collective, with two rounds for all.
 
     Args:
         plans: Plans that will be executed one after another.
@@ -78,10 +74,9 @@ def agree_on_all(
 
 
 class _SingleHops:
-    """The operations of one plan that this rank sends or receives directly, without another rank
-    that forwards them.
+    """The operations of one plan that this rank sends or receives without a forwarding rank.
 
-    The receiver requests blocks that are contiguous in the destination, and the sender accepts
+    The receiver asks for blocks that are contiguous at the destination, and the sender accepts
     those that are also contiguous in the source.
     """
 
@@ -103,9 +98,7 @@ class _SingleHops:
         return is_large and tensor.dtype == self._dtype and box_view(tensor, box).is_contiguous()
 
     def asked(self, dests: Mapping[str, Tensor]) -> dict[int, list[int]]:
-        """Returns for each peer the indices of the operations that this rank, as receiver, requests
-        from it.
-        """
+        """Returns, for each peer, the indices of operations for which this receiver asks it."""
         return {
             peer: [i for i, op in enumerate(ops) if self._is_block(dests[op.dest], op, op.dest_box)]
             for peer, ops in self._receives.items()
@@ -114,12 +107,9 @@ class _SingleHops:
     def granted(
         self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, SourceTensor]
     ) -> dict[int, tuple[list[int], int]]:
-        """Returns for each peer the indices of the operations that this rank, as sender, accepts,
-        and their number of elements.
+        """Returns, for each peer, the indices and the size of operations that this sender accepts.
 
-        Args:
-            asked: For each rank, the operations that it requested.
-            sources: Source tensors of this rank.
+        `asked` has the operations for which each rank asked.
         """
         found = {}
         for peer, ops in self._sends.items():
@@ -137,12 +127,7 @@ class _SingleHops:
         granted: Mapping[int, tuple[list[int], int]],
         answers: Sequence[Mapping[int, tuple[list[int], int]]],
     ) -> Direct:
-        """Returns the operations that both ends agreed on.
-
-        Args:
-            granted: For each peer, the operations that this rank accepted.
-            answers: For each rank, the operations that it accepted.
-        """
+        """Returns the operations on which both ends agreed, from those that ranks accepted."""
         elements: Counter[Stream] = Counter()
         for source, given in enumerate(answers):
             for dest, (_, total) in given.items():

@@ -39,10 +39,9 @@ class Engines:
     """Engine layouts of all ranks.
 
     Args:
-        best: Layout of the engines, with its costs.
+        best, linear: Layouts with costs; `linear` has experts in order.
         targets: Engine layout of each rank of the job.
-        linear: Layout and costs with experts assigned in order.
-        costs: Costs of assigning any part to any rank, with experts assigned in order.
+        costs: Costs of assigning any part to any rank, with experts in order.
     """
 
     best: Assignment
@@ -52,14 +51,7 @@ class Engines:
 
 
 class ExpertTensors:
-    """The HF tensors of a model's experts without adapters, by name.
-
-    Args:
-        family, shape: Family and sizes of the model.
-
-    Attributes:
-        num_experts: Number of experts in a layer.
-    """
+    """The HF tensors of a model's `num_experts` experts a layer, without adapters, by name."""
 
     def __init__(self, family: Family, shape: ModelShape) -> None:
         self.num_experts = shape.moe.num_experts if shape.moe else 0
@@ -128,12 +120,7 @@ def lay_out_engines(
 class _Search:
     """Finds the parts and experts that minimise the number of elements that the worst rank lacks.
 
-    Between equal candidates, prefers the candidate with the smallest sum over all ranks, then the
-    first candidate.
-
-    Args:
-        sources, parts, tensors: See `lay_out_engines`.
-        ranks: Ranks that have engines.
+    Between equal candidates, the smallest sum over all ranks wins, then the first candidate.
     """
 
     def __init__(
@@ -166,9 +153,7 @@ class _Search:
         return held
 
     def best(self, domain_size: int | None) -> tuple[RolloutLayout, list[tuple[int, ...]]]:
-        """Returns the rollout layout of the ranks that have engines, and the experts of each of
-        them.
-        """
+        """Returns the rollout layout of the ranks with engines, and the experts of each."""
         size = len(self._missing)
         unit, patterns = part_patterns(size, self._tp, domain_size)
         places: list[int] = []
@@ -190,9 +175,7 @@ class _Search:
     ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
         """Evaluates a pattern for consecutive ranks that begin with `first`.
 
-        Returns:
-            The maximum and the sum of the numbers of elements that ranks lack, and the experts of
-            each rank.
+        Returns the maximum and the sum of elements that ranks lack, and the experts of each rank.
         """
         members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
         maps: list[tuple[int, ...]] = [()] * len(pattern)
@@ -216,13 +199,7 @@ def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
 
 
 def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
-    """Returns an engine rank's layout with its experts replaced by other experts.
-
-    Args:
-        part: Layout of the rank, which has as many whole experts as `experts`.
-        tensors: Tensors of the model's experts.
-        experts: New experts of the rank, ascending.
-    """
+    """Returns an engine rank's layout with as many whole, ascending, other experts."""
     of_region = [tensors.expert(region.hf) for region in part.regions]
     places = {
         old: new
@@ -262,10 +239,8 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
 class _ExpertAssignment:
     """Experts of each rank, initially in order.
 
-    Args:
-        columns: Number of elements that each rank (outer index) holds of an expert of each kind
-            (inner index).
-        kind_of: Kind of each expert.
+    `columns` has the elements that each rank (outer index) holds of an expert of each kind (inner
+    index), `kind_of` the kind of each expert.
     """
 
     def __init__(self, columns: np.ndarray, kind_of: np.ndarray) -> None:
@@ -278,18 +253,15 @@ class _ExpertAssignment:
         return np.unique(self._kind_of[self.experts[rank]])
 
     def costs(self) -> np.ndarray:
-        """Returns the lowest cost at which each rank (outer index) can give one expert to each
-        other rank (inner index).
-        """
+        """Returns the lowest cost of giving an expert, from rank (outer index) to rank (inner)."""
         return np.array(
             [self._loss[rank][:, self._kinds(rank)].min(1) for rank in range(len(self.experts))]
         )
 
     def give_on(self, circle: Sequence[int]) -> None:
-        """Moves experts around a cycle of ranks: each rank gives experts of its cheapest kind to
-        the next rank.
+        """Moves experts around a cycle of ranks, from each to the next, of its cheapest kind.
 
-        All ranks give the same number of experts, the largest number that each of them can give.
+        All ranks give the same number, the largest that each of them can give.
         """
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
@@ -311,11 +283,8 @@ class _ExpertAssignment:
     def relieve(self, lacking: np.ndarray) -> bool:
         """Swaps an expert of the rank that lacks most elements with an expert of another rank.
 
-        Chooses the swap after which the worse of the two ranks lacks the fewest elements. Returns
-        False and changes nothing if no swap is an improvement.
-
-        Args:
-            lacking: See `balanced_map`.
+        After the swap, the worse of both lacks the fewest elements. Returns False, and changes
+        nothing, if no swap is an improvement.
         """
         columns = self._columns
         kept = [

@@ -1,8 +1,4 @@
-"""Finds HF tensors that never change, and removes them from layouts.
-
-Once the engines have received the frozen tensors, a second plan sends only the other weights. Pure,
-no torch.
-"""
+"""Finds HF tensors that never change, for a second plan that sends only the others. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +13,7 @@ def frozen_tensors(
 ) -> frozenset[str]:
     """Returns the HF tensors that are frozen on all ranks that hold a part of them.
 
-    Args:
-        layouts: Layout of each rank.
-        frozen: For each rank, the names of the local tensors that never change.
+    `frozen` has the names of each rank's local tensors that never change.
     """
     found: set[str] = set()
     changing: set[str] = set()

@@ -1,12 +1,11 @@
 """Divides blocks between the kernel and the copy engines so that no rank is a bottleneck.
 
-In the first phase a rank runs a kernel that reads small and strided rectangles from all peers. In
-the second phase its copy engines copy whole blocks from one peer after another (peer.py). A few
-ranks may hold most blocks, for example the ranks with the embedding and the output layer, if the
-sources are the optimizer's shards. In the second phase, all ranks then compete for the links of
-these few ranks, although the same links are idle in the first phase. Blocks are therefore moved
-from the second phase to the first, until the busiest sender of the second phase is no busier than
-its busiest reader, or until a rank's first phase would become longer than the busiest rank's.
+In the first phase a rank's kernel reads small and strided rectangles from all peers. In the second
+phase its copy engines copy whole blocks from one peer after another (peer.py). A few ranks may hold
+most blocks, for example those with the embedding, if the sources are the optimizer's shards; all
+ranks then compete for their links. Blocks are therefore moved to the first phase, until the busiest
+sender of the second phase is no busier than its busiest reader, or until a rank's first phase would
+become longer than the busiest rank's.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# Number of bytes that are moved at once: the busiest rank's bytes in the first phase, divided by
+# Number of bytes that are moved in one piece: the busiest rank's bytes in the first phase, divided by
 # this number.
 PARTS = 64
 
 
 def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """Returns how many bytes of blocks each rank's kernel should read from each peer.
-
-    The result depends only on the arguments, so that all ranks agree.
 
     Args:
         cut_up: Bytes that only the kernel can read, of shape (ranks, ranks). The outer index is the
@@ -83,9 +80,7 @@ def split_blocks(
 
 
 def _rows_within(block_bytes: int, num_rows: int, num_bytes: int, least_bytes: int) -> int:
-    """Returns how many rows fit into `num_bytes`; if the block is split, at least `least_bytes`
-    remain.
-    """
+    """Returns the rows that fit into `num_bytes`, such that a split leaves `least_bytes`."""
     if block_bytes <= num_bytes:
         return num_rows
     row_bytes = block_bytes // num_rows

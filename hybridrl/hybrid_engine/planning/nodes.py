@@ -68,14 +68,12 @@ class Prediction:
     """Predicted load of the busiest node or GPU in one direction, and predicted time.
 
     Args:
-        nic_receive_bytes, nic_send_bytes: Bytes that a node receives and sends over all of its
-            NICs.
+        nic_receive_bytes, nic_send_bytes: Bytes of a node over all of its NICs.
         link_bytes: Bytes that a GPU receives or sends over NVLink.
         messages: Messages that a GPU receives, summed over both levels.
         predicted_ms: Predicted time, milliseconds.
-        bound_ms: Lower bound for the time of any schedule, milliseconds: the larger of the time
-            that the NICs need, and the time that a GPU's link together with its share of the NICs
-            needs.
+        bound_ms: Lower bound for any schedule, milliseconds: the time of the NICs, or that of a
+            GPU's link together with its share of the NICs.
     """
 
     nic_receive_bytes: int
@@ -89,13 +87,9 @@ class Prediction:
 def predict(
     joined: Join, itemsize: int, cluster: Cluster, chunk_bytes: int = CHUNK_BYTES
 ) -> Prediction:
-    """Predicts how long filling the targets takes on a cluster.
+    """Predicts how long filling the targets takes on a cluster, with ranks ordered by node.
 
-    Args:
-        joined: Pieces that the targets need, with ranks ordered by node.
-        itemsize: Size of one element in bytes.
-        cluster: Sizes and rates of the cluster.
-        chunk_bytes: Maximum size of a message.
+    `itemsize` is the size of an element, `chunk_bytes` the maximum size of a message.
     """
     nodes = _nodes(joined, cluster.gpus_per_node)
     wants = _wants(joined, nodes)
@@ -134,12 +128,9 @@ def predict(
 
 
 def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
-    """Returns the time in milliseconds of a plan in which each rank uses its own share of the NICs.
+    """Returns the milliseconds of a plan in which each rank uses its own share of the NICs.
 
-    Args:
-        traffic: Bytes that each rank (outer index) sends to each rank (inner index), as in
-            `Plan.traffic`.
-        cluster: Sizes and rates of the cluster.
+    `traffic` has the bytes from each rank (outer index) to each (inner), as in `Plan.traffic`.
     """
     node = np.arange(len(traffic)) // cluster.gpus_per_node
     crosses = node[:, None] != node[None, :]
@@ -184,12 +175,10 @@ class _Node:
         return [gpu for gpu, number in enumerate(self._sources) if number in owners]
 
     def receiving(self, wants: Wants) -> np.ndarray:
-        """Returns the elements that each GPU receives and sends over its link to supply the node,
-        of shape (2, GPUs).
+        """Returns each GPU's received and sent elements on its link, of shape (2, GPUs).
 
         A piece from another node lands on a GPU that needs it. If the NICs would then carry unequal
-        loads, some pieces land on other GPUs and are forwarded, as are pieces that several GPUs
-        need.
+        loads, some pieces land on other GPUs and are forwarded, as for several GPUs.
         """
         if self._receiving is not None:
             return self._receiving
@@ -236,9 +225,7 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
 ) -> list[tuple[int, Demand]]:
-    """Returns the demands of each node for pieces that no GPU of the node holds, each with the
-    pieces' kind.
-    """
+    """Returns each node's demands, with their kinds, for pieces that none of its GPUs holds."""
     demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]
@@ -256,9 +243,7 @@ def _between(
 
 
 def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> np.ndarray:
-    """Returns the elements that each GPU receives and sends over its link to balance the sending
-    NICs, of shape (nodes, 2, GPUs).
-    """
+    """Returns the elements over links that balance sending NICs, of shape (nodes, 2, GPUs)."""
     shares: list[list[Demand]] = [[] for _ in nodes]
     for kind, demand in between:
         for number, count in zip(demand.senders.tolist(), demand.send_counts.tolist(), strict=True):
@@ -277,8 +262,7 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
     """Returns a lower bound for the number of elements that the busiest sender sends.
 
-    For each set of senders, the elements that no other sender holds are divided by the number of
-    senders in the set. The bound is the largest quotient.
+    It is the largest quotient, over sets of senders, of what only they hold and their number.
     """
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:

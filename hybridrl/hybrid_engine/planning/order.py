@@ -1,8 +1,6 @@
-"""Chooses the order in which training assigns its parallel axes to ranks. No torch.
+"""Chooses the order in which training assigns its parallel axes to ranks. Pure, no torch.
 
-The result is the configured order or, with `train.order=auto`, the order with which engines receive
-the fewest bytes. Pure: all ranks and `hybridrl plan` compute the same order, before any model is
-built.
+With `train.order=auto` this is the order with which engines receive the fewest bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ class Ordered:
     """A training layout, and the cost of the order of its axes.
 
     Args:
-        layout: Training layout.
         whole: Layout of each rank's training tensors.
         sources: For each rank, the layout of the elements that are sent to engines.
         choice: Order that 'auto' would choose. None if there is no choice: the model has experts,
@@ -58,15 +55,7 @@ def order_layout(
 ) -> Ordered:
     """Returns the training layout, with its order chosen if the configuration says 'auto'.
 
-    Models with experts use Megatron's default order for 'auto', because experts have a separate
-    grid of ranks.
-
-    Args:
-        train: Sizes of the axes, and their order.
-        family, shape: Family and sizes of the model.
-        world_size: Number of ranks.
-        rollout_tp: Tensor-parallel size of the engine.
-        ranks_per_node: Number of consecutive ranks on one node.
+    Experts have a separate grid of ranks; their models keep Megatron's default order for 'auto'.
     """
     if shape.moe is not None:
         layout = lay_out(train, world_size)

@@ -29,13 +29,10 @@ ROUTER_BIAS = ".router.expert_bias"
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
-    """Returns a layout whose regions contain only the owned elements; all other elements become
-    padding.
+    """Returns a layout of only the owned elements; all other elements become padding.
 
-    Args:
-        layout: Layout of all the rank's elements.
-        ranges: For each local tensor, (start, stop) of the owned elements, counted row by row. If a
-            tensor has no entry, the rank owns none of its elements.
+    `ranges` has (start, stop) of a local tensor's owned elements, counted row by row; without an
+    entry, the rank owns none.
     """
     owned: dict[str, list[Box]] = {}
     others: dict[str, list[Box]] = {}
@@ -61,10 +58,9 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
     """Returns each rank's owned layout, assuming that every tensor is split into equal shards.
 
-    Tensors are split across the data- and context-parallel ranks, and experts' tensors across the
-    expert-data-parallel ranks. Every rank owns all elements of its router biases. Megatron instead
-    splits buckets of several tensors, which are unknown until the model is built. The total bytes
-    over all ranks are the same in both cases, and each rank's bytes nearly so.
+    Experts' tensors are split across expert-data-parallel ranks, router biases not at all. Megatron
+    instead splits buckets of several tensors, which are unknown until the model is built; all
+    ranks' bytes together are the same, and each rank's nearly so.
     """
     owners = layout.dp * layout.cp
     if owners == layout.edp == 1:

@@ -1,10 +1,8 @@
-"""Splits the regions that targets need into pieces, each of which is held completely by some source
-rank.
+"""Splits the regions that targets need into pieces that some source rank holds completely.
 
 Ranks with equal layouts form one class, and tensors that all ranks shard in the same way are split
-only once. The run time therefore grows with the number of different layouts and tensors, not with
-the number of ranks. Pure, no torch. Invariant: the pieces of a target's region tile it, and every
-owner of a piece holds all of it.
+only once, so the run time does not grow with the number of ranks. Pure, no torch. Invariant: the
+pieces of a target's region tile it, and every owner of a piece holds all of it.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ class PlanError(Exception):
 
 
 class RankClasses:
-    """Ranks grouped by equal layouts.
-
-    Args:
-        layouts: Layout of each rank. Equal layouts should be the same object, which saves
-            comparisons.
-    """
+    """Ranks grouped by equal layouts, which should be one object to save comparisons."""
 
     def __init__(self, layouts: Sequence[RankLayout]) -> None:
         self.layouts: list[RankLayout] = []
@@ -50,12 +43,7 @@ class RankClasses:
 
 
 class PieceKind(NamedTuple):
-    """The ranks that can send a piece, and its size. Pieces of the same kind are interchangeable.
-
-    Args:
-        owners: Classes of the source ranks that hold the whole piece, ascending.
-        volume: Number of elements in a piece.
-    """
+    """Pieces of one size that the same classes of source ranks, ascending, can send."""
 
     owners: tuple[int, ...]
     volume: int
@@ -74,12 +62,7 @@ Wanted = tuple[str, Box, int]
 
 
 class ReceiverGroup(NamedTuple):
-    """Pieces that are needed by the same ranks of a node and can be sent by the same ranks.
-
-    Args:
-        kind: Index of the pieces' kind.
-        targets: All target classes on the node that need the pieces, ascending.
-    """
+    """Pieces of a kind that the same target classes of a node, ascending, need."""
 
     kind: int
     targets: tuple[int, ...]
@@ -90,7 +73,6 @@ class Join:
     """Pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
-        sources, targets: Ranks grouped by equal source layouts, and by equal target layouts.
         kinds: All kinds of pieces.
         needs: For each target class, its regions in order, each with the pieces that tile it.
         counts: For each target class, the number of pieces of each kind that it needs.
@@ -107,9 +89,7 @@ class Join:
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
 
     def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
-        """Yields the region, the kind and the identity of each piece that a target class needs, in
-        order.
-        """
+        """Yields region, kind and identity of each piece that a target class needs, in order."""
         seen: Counter[tuple[str, Box]] = Counter()
         for region, pieces in self.needs[target]:
             for box, kind in pieces:

@@ -35,12 +35,7 @@ KEPT_RANKS = 64
 
 
 class Stream(NamedTuple):
-    """Path on which the elements of several operations are sent, in order.
-
-    Args:
-        source: Rank that sends the elements.
-        route: Rank that receives the elements, followed by the ranks to which it forwards them.
-    """
+    """Path of elements, in order: from `source` to the first rank of `route`, then onwards."""
 
     source: int
     route: tuple[int, ...]
@@ -79,7 +74,6 @@ class Plan:
     Args:
         ops: For each destination rank, its operations, including local copies.
         itemsize: Size in bytes of an element as it is sent.
-        domain_size: Number of consecutive ranks on one node.
         weight_itemsize: Size in bytes of an ordinary weight as it is sent; None for one element.
     """
 
@@ -101,9 +95,7 @@ class Plan:
 
     @cached_property
     def streams(self) -> dict[Stream, int]:
-        """Number of elements of each stream between ranks, in the order that streams have in a
-        message.
-        """
+        """Number of elements of each stream between ranks, in the order within a message."""
         if isinstance(self.ops, PlannedOps):
             found = self.ops.streams()
         else:
@@ -144,9 +136,7 @@ class Plan:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """For each rank, the number of ranks that send to it, which is its maximum number of
-        messages in one exchange.
-        """
+        """For each rank, the number of ranks that send to it, and so of messages an exchange."""
         counts = np.count_nonzero(self.traffic, axis=0) - (self.traffic.diagonal() > 0)
         return tuple(counts.tolist())
 
@@ -162,12 +152,7 @@ class Plan:
 
 
 class PlannedOps(Sequence[tuple[CopyOp, ...]]):
-    """Operations of each destination rank, computed on access.
-
-    Args:
-        joined: Pieces that the targets need, and their owners.
-        domain_size: Number of consecutive ranks on one node.
-    """
+    """Operations of each destination rank, computed on access."""
 
     def __init__(self, joined: Join, domain_size: int) -> None:
         self._join = joined
@@ -191,9 +176,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return self._join
 
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
-        """Adds the demands of one target class for pieces of one kind, for ranks on nodes that own
-        such pieces.
-        """
+        """Adds demands of a target class for a kind, for ranks on nodes that own such pieces."""
         holders, size = self._join.kinds[kind]
         classes = self._join.sources.of_rank
         dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
@@ -221,9 +204,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return hash(self.digest())
 
     def made(self, rank: int, only_from: int | None = None) -> tuple[CopyOp, ...]:
-        """Returns a rank's operations in order; with `only_from`, only the operations whose source
-        is that rank.
-        """
+        """Returns a rank's operations in order, by default from all source ranks."""
         source_class = self._join.sources.of_rank
         senders = {
             kind: iter(demand.senders_to(position))
@@ -298,12 +279,10 @@ def plan_reshard(
     """Plans how the target tensors are filled from the source tensors.
 
     Args:
-        sources: Layout that each rank holds.
-        targets: Layout that each rank needs, one for each source; some may be empty.
-        itemsize: Size in bytes of an element as it is sent; a value may consist of several
-            elements.
+        sources, targets: Layouts that each rank holds and needs; some targets may be empty.
+        itemsize: Size in bytes of an element as it is sent; a value may consist of several.
         domain_size: Number of consecutive ranks on one node; None if all are on one node.
-        weight_itemsize: Size in bytes of a weight as it is sent, unless it has a size of its own
+        weight_itemsize: Size in bytes of a weight as it is sent, unless it has its own size
             (wire_elements.py); None for one element.
 
     Raises:
@@ -329,9 +308,7 @@ def _holder(regions: Sequence[Region], box: Box) -> Region:
 
 
 def _append(ops: list[CopyOp], op: CopyOp) -> None:
-    """Appends `op`, or merges it with the last operation if their sources and destinations are
-    adjacent.
-    """
+    """Appends `op`, merged with the last operation if both of their ends are adjacent."""
     if ops:
         last = ops[-1]
         same = (last.stream, last.source, last.dest) == (op.stream, op.source, op.dest)

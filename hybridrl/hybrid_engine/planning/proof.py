@@ -37,13 +37,8 @@ def prove(
     """Checks a plan against its source and target layouts.
 
     Every element of every target tensor must be written exactly once, or not at all if it is
-    padding. Every operation must read the same HF elements that it writes.
-
-    Args:
-        plan: Plan to check.
-        sources, targets: Layouts of all ranks.
-        ranks: Ranks whose operations are checked; None for all. In a large job each rank checks
-            only its own operations.
+    padding. Every operation must read the same HF elements that it writes. In a large job each rank
+    checks only its own operations (`ranks`).
 
     Raises:
         PlanError: The plan is wrong. Names the rank, the tensor and the first wrong elements.
@@ -83,9 +78,7 @@ def _by_tensor(layout: RankLayout) -> dict[str, list[Region]]:
 
 
 def _prove_op(op: CopyOp, held: Sequence[Region], wanted: Sequence[Region]) -> None:
-    """Checks that an operation's source and destination boxes contain the same HF elements in the
-    same order.
-    """
+    """Checks that an operation's boxes contain the same HF elements in the same order."""
     where = f"rank {op.dest_rank}: {op.dest}{show(op.dest_box)}"
     source = f"{op.source}{show(op.source_box)} of rank {op.source_rank}"
     if sizes(op.source_box) != sizes(op.dest_box):

@@ -25,12 +25,10 @@ class Demand:
     range of this list, so that few pairs of ranks exchange messages.
 
     Args:
-        receivers: Ranks that need the items; each needs all of them.
-        senders: Ranks that hold the items and may send any of them, ascending.
+        receivers, senders: Ranks that need, and ranks that hold all of the items; senders ascend.
         count: Number of items that each receiver needs.
         size: Number of elements in one item.
-        send_counts: Number of items that each sender sends, summed over all receivers. Set by
-            `balance_senders`.
+        send_counts: Items that each sender sends to all receivers, by `balance_senders`.
     """
 
     receivers: Sequence[int]
@@ -45,22 +43,13 @@ class Demand:
         return self.count * len(self.receivers)
 
     def senders_to(self, position: int, items: np.ndarray | None = None) -> list[int]:
-        """Returns the sender of each item that one receiver needs.
-
-        Args:
-            position: Index of the receiver in `receivers`.
-            items: Indices of the items, below `count`; None for all items in order.
-        """
+        """Returns the sender of each item, or of some items, for the receiver at a position."""
         items = (np.arange(self.count) if items is None else items) + position * self.count
         stops = np.cumsum(self.send_counts)
         return self.senders[np.searchsorted(stops, items, side="right")].tolist()
 
     def edges_to(self, position: int) -> np.ndarray:
-        """Returns 0, the indices of the items at which the sender changes, and `count`.
-
-        Args:
-            position: Index of the receiver in `receivers`.
-        """
+        """Returns 0, the indices at which a receiver's sender changes, and `count`."""
         stops = np.cumsum(self.send_counts) - position * self.count
         return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
 
@@ -74,12 +63,7 @@ class Demand:
 
 
 def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
-    """Sets `send_counts` of every demand.
-
-    Returns:
-        The number of elements that each sender sends, summed over all demands, of shape
-        (num_senders,).
-    """
+    """Sets `send_counts` of every demand; returns all elements of each sender (num_senders,)."""
     loads = np.zeros(num_senders, np.int64)
     with_choice = []
     for demand in sorted(demands, key=lambda one: (len(one.senders), -one.size)):
@@ -105,9 +89,7 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
 
 
 def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
-    """Returns how many of `num_items` each sender should send, filling the senders with the lowest
-    loads first.
-    """
+    """Returns how many of `num_items` each sender should send, the least loaded first."""
     order = np.argsort(loads, kind="stable")
     low = loads[order]
     places = np.arange(1, len(low) + 1)

@@ -41,9 +41,7 @@ def fixed_sizes(layout: RankLayout) -> dict[str, int]:
 
 
 def wire_itemsize(layouts: Sequence[RankLayout], itemsize: int) -> int:
-    """Returns the size in bytes of the elements in which weights of `itemsize` bytes are sent to
-    engines with these layouts: 1 if any engine holds weights in FP8.
-    """
+    """Returns the size of the elements as sent: 1 if any engine holds weights in FP8."""
     different = {id(layout): layout for layout in layouts}.values()
     return 1 if any(map(element_sizes, different)) else itemsize
 
@@ -51,14 +49,10 @@ def wire_itemsize(layouts: Sequence[RankLayout], itemsize: int) -> int:
 def wire_layouts(
     layouts: Sequence[RankLayout], itemsize: int, weight_itemsize: int
 ) -> list[RankLayout]:
-    """Converts the layouts to units of elements of `itemsize` bytes. Layouts whose tensors all have
-    elements of this size need no conversion and are not copied.
+    """Converts the layouts to units of elements of `itemsize` bytes, as they are sent.
 
-    Args:
-        layouts: Layouts of all ranks. Layouts that are one object here are one object in the
-            result.
-        itemsize: Size in bytes of an element as it is sent.
-        weight_itemsize: Size in bytes of an element of tensors that `fixed_sizes` does not contain.
+    Layouts whose tensors all have elements of this size are not copied. One object stays one.
+    `weight_itemsize` is for tensors that `fixed_sizes` does not contain.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:
@@ -73,14 +67,10 @@ def wire_views(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
 ) -> Mapping[str, AnyTensor]:
-    """Returns the tensors; tensors of another element size are viewed as elements of `dtype`.
+    """Returns a rank's tensors; those of another element size are viewed as `dtype`, as sent.
 
-    Args:
-        tensors: Tensors of one rank, by local name.
-        layout: Layout of the same rank.
-        dtype: Type in which elements are sent.
-        weight_dtype: Type of all tensors that `fixed_sizes` does not contain, if elements are sent
-            without a cast; None if they are cast to `dtype`.
+    `weight_dtype` is the type of all tensors that `fixed_sizes` does not contain, if elements are
+    sent without a cast; None if they are cast to `dtype`.
 
     Raises:
         ModelError: A tensor has another type than it must have, or is computed slice by slice in

@@ -70,11 +70,8 @@ Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
 class _Step:
     """This rank's operations in one exchange, ready to be enqueued.
 
-    Args:
-        pack: Copies that fill the send buffer.
-        reads_last: Whether `pack` also reads the previous step's receive buffer.
-        transfers: Messages to send and to receive.
-        unpack: Copies that empty the receive buffer.
+    `pack` fills the send buffer, also from the previous receive buffer if `reads_last`; `unpack`
+    empties the receive buffer.
     """
 
     pack: ops.Copies
@@ -88,7 +85,6 @@ class PackedTransport:
 
     Args:
         plan: Plan, the same on every rank; its itemsize equals the size of `wire_dtype`.
-        peers: Ranks that execute the plan.
         sources: This rank's source tensors by name. Computed slices are written directly into
             messages and destinations.
         dests: This rank's destination tensors by name; written in place. If a destination shares
@@ -97,8 +93,7 @@ class PackedTransport:
         wire_dtype: Type in which elements are sent, the same on every rank (`agree_wire_dtype`).
         block_group: Process group of all ranks for large blocks. Without it, blocks do not overlap
             the exchanges, because a communicator runs its messages in order.
-        direct: Operations that need no staging; if None, the constructor makes the ranks agree on
-            them.
+        direct: Operations that need no staging; None for the ranks to agree on them.
     """
 
     def __init__(
@@ -144,9 +139,7 @@ class PackedTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels and collectives that one `run()` launches, with or without a CUDA
-        graph.
-        """
+        """Number of kernels and collectives of one `run()`, with or without a CUDA graph."""
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
         return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 
@@ -212,9 +205,7 @@ class PackedTransport:
         )
 
     def _queue(self) -> None:
-        """Enqueues all operations of a run without waiting for them. On CPU they run one after
-        another.
-        """
+        """Enqueues all operations of a run without waiting; on CPU they run one by one."""
         if self._blocks:
             with self._aside(self._directing):
                 self._wait(dist.batch_isend_irecv(self._blocks))
@@ -254,9 +245,7 @@ class PackedTransport:
             torch.cuda.current_stream().wait_event(self._unpacked[slot])
 
     def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Enqueues the operations of the `with` block on another stream, to start after everything
-        enqueued on the current stream so far.
-        """
+        """Enqueues the `with` block on another stream, after the current stream's work so far."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
@@ -336,11 +325,7 @@ class PackedTransport:
 
 
 def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]) -> torch.device:
-    """Returns the device of all tensors.
-
-    Kernels read tensors by address, so they would read unrelated memory if a tensor were on another
-    device.
-    """
+    """Returns the device of all tensors, which kernels read by address and so must not differ."""
     found: torch.device | None = None
     sides: tuple[tuple[str, Mapping[str, SourceTensor]], ...]
     sides = ("the trainer", sources), ("the engine", dests)
@@ -355,14 +340,9 @@ def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]
 
 
 def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
-    """Creates the process group that sends large blocks while the exchanges run; collective.
+    """Creates the process group for large blocks during exchanges; collective.
 
-    Args:
-        peers: Ranks of the group.
-        timeout_s: Timeout of its collectives, seconds.
-
-    Returns:
-        The group; None on CPU or with a single rank, where it is not needed.
+    Its collectives have a timeout in seconds. None on CPU or with a single rank.
     """
     if not torch.cuda.is_available() or peers.size == 1:
         return None
@@ -381,14 +361,8 @@ def agree_wire_dtype(
 ) -> torch.dtype:
     """Returns the type in which all ranks send elements; collective.
 
-    The type is the widest type of all sources or the widest type of all destinations, whichever is
-    narrower. No value thus loses more precision than its destination's type requires. Tensors
-    whose type does not depend on that of the others (`fixed_sizes`) are ignored.
-
-    Args:
-        sources, dests: Tensors of this rank.
-        peers: All ranks.
-        layouts: Layouts of this rank's sources and destinations.
+    It is the widest type of all sources or of all destinations, whichever is narrower, so no value
+    loses more precision than its destination requires. `fixed_sizes` are ignored.
     """
     fixed = [fixed_sizes(layout) for layout in layouts]
     widest = (

@@ -1,20 +1,17 @@
-"""Executes a plan by reading other ranks' training parameters in place, without messages or staging
-buffers.
+"""Executes a plan by reading other ranks' training parameters in place, without messages.
 
 Who waits for whom: the constructor and `run` are collective. A barrier before the copies ensures
 that all parameters are final. A barrier after them ensures that no rank changes parameters while
 others still read them. In between, a rank only reads other ranks' memory and writes its own.
 
-First, one kernel reads small and strided rectangles from all peers, interleaved. Meanwhile the host
-enqueues the copies for the copy engines. These copies start when the kernel ends, because kernel
-and copy engines slow each other down (docs/adr/0003). Copy engines copy blocks that are large and
-contiguous in their source. If a block is strided in its destination, they copy it to a staging
-area, which is another destination that is not written until later (staging.py). From there a kernel
-copies the block while the engines continue. Other kernels copy data that stays on the rank. If a
-few ranks hold most blocks, the first kernel also reads some of these (kernel_share.py). From the
-second run on, the first barrier and the kernels are launched as CUDA graphs (repeated.py), which
-are captured before that barrier.
-
+First, one kernel reads small and strided rectangles from all peers, interleaved, while the host
+enqueues the copies for the copy engines. These start when the kernel ends, because kernel and copy
+engines slow each other down (docs/adr/0003). They copy blocks that are large and contiguous in
+their source. Blocks that are strided in their destination go to a staging area, which is another
+destination that is written later (staging.py), and from there a kernel copies them while the
+engines continue. Other kernels copy data that stays on the rank. If a few ranks hold most blocks,
+the first kernel also reads some of these (kernel_share.py). From the second run on, the first
+barrier and the kernels are CUDA graphs (repeated.py), which are captured before that barrier.
 Elements are cast from the source's type to the destination's as they are copied.
 """
 
@@ -62,7 +59,6 @@ class PeerTransport:
 
     Args:
         plan: Plan, the same on every rank.
-        peers: Ranks that execute the plan.
         sources: This rank's source tensors by name, all within this rank's part of `memory`.
         dests: This rank's destination tensors by name; written in place. If a destination shares
             its memory with the source of the same content (alias.py), nothing is copied.
@@ -206,18 +202,14 @@ class PeerTransport:
         return is_large and ops.has_copy_engine(self._device)
 
     def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
-        """Returns a function that calls `queue` the first time, and replays it as a CUDA graph from
-        then on.
-        """
+        """Returns a function that calls `queue` once, and then replays it as a CUDA graph."""
         if self._device.type == "cuda" and not has_work:
             return _nothing
         self._repeated.append(Repeated(queue, self._device))
         return self._repeated[-1].run
 
     def _read_cut_up(self) -> None:
-        """Waits until all ranks' parameters are final, then reads the rectangles that the kernel
-        copies.
-        """
+        """Waits until all ranks' parameters are final, then reads the kernel's rectangles."""
         if self._plan.streams:
             self._memory.barrier()
         self._remote.run()
@@ -245,9 +237,7 @@ def _nothing() -> None:
 
 
 def _place(tensor: SourceTensor, piece: Tensor) -> Place | None:
-    """Returns a tensor's location in a rank's part of peer memory; None if it is outside or not
-    contiguous.
-    """
+    """Returns a tensor's place in a rank's peer memory; None if outside or not contiguous."""
     if not isinstance(tensor, Tensor):
         return None
     offset = tensor.data_ptr() - piece.data_ptr()

@@ -17,14 +17,13 @@ import torch
 class Repeated:
     """Enqueues the same operations in each run; on a GPU as one CUDA graph from the second run on.
 
-    The host launches a graph with a single call, however many kernels and messages it contains. The
-    first run enqueues them individually, because it compiles kernels and connects process groups.
+    The first run enqueues them individually, because it compiles kernels and connects process
+    groups.
 
     Args:
-        queue: Method that enqueues the operations on the device's current stream. The method
-            allocates no memory, and its tensors keep their addresses. The method is referenced
-            weakly, because its object may own this `Repeated`.
-        device: Device that executes the operations.
+        queue: Method that enqueues the operations on the device's current stream, allocates no
+            memory, and whose tensors keep their addresses. Referenced weakly, because its object
+            may own this `Repeated`.
     """
 
     def __init__(self, queue: Callable[[], object], device: torch.device) -> None:
@@ -35,8 +34,7 @@ class Repeated:
     def capture(self) -> None:
         """Captures the graph if the first run is over and no graph exists yet.
 
-        Capturing waits until the device is idle. Call it before enqueuing operations that wait for
-        other ranks.
+        Waits until the device is idle; call it before operations that wait for other ranks.
         """
         if self._device.type == "cpu" or not self._has_run or self._graph is not None:
             return

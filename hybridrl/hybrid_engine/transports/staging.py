@@ -1,10 +1,9 @@
 """Finds staging memory for copy engines in destinations that are written last.
 
 A copy engine can only copy blocks that are contiguous in both source and destination. A slice of a
-row-parallel weight is contiguous in its source but strided in its destination. Therefore a copy
-engine copies it to contiguous staging memory on this rank, and a kernel copies it from there to its
-destination. No memory is allocated: some destinations serve as staging memory and receive their own
-content last. The order of the copies is:
+row-parallel weight is strided in its destination. Therefore a copy engine copies it to contiguous
+staging memory on this rank, and a kernel copies it from there to its destination. Some destinations
+serve as staging memory and receive their own content last. The order of the copies is:
 
     1. to_staging: slices with a strided destination are copied to staging memory
     2. direct: all other blocks are copied; meanwhile from_staging: the kernel copies the staged
@@ -25,15 +24,10 @@ ALIGNMENT = 16  # bytes of the widest load
 
 
 class StagedCopies(NamedTuple):
-    """Pairs of (source, destination), grouped by the time at which they are copied.
+    """Pairs of (source, destination), grouped by the time at which they are copied (see above).
 
-    Args:
-        to_staging: Pairs of source and staging memory.
-        from_staging: Pairs of staging memory and destination, copied after all of `to_staging`.
-        direct: Pairs that may be copied at any time.
-        last: Pairs that are copied after all of `from_staging`.
-        unstaged: Indices of the pairs for which no staging memory was left. The caller must copy
-            them in another way.
+    `unstaged` are the indices of pairs for which no staging memory was left. The caller must copy
+    them in another way.
     """
 
     to_staging: list[Pair]
@@ -47,12 +41,8 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     """Finds staging memory for the pairs whose destination is not contiguous.
 
     No more bytes are staged than are copied directly, so that the kernel finishes before the copy
-    engines.
-
-    Args:
-        pairs: Pairs in the order of their transfer; the lists in the result keep this order.
-            Sources are contiguous and have the dtype of their destinations; destinations do not
-            overlap.
+    engines. Pairs keep their order. Sources are contiguous and have the dtype of their
+    destinations; destinations do not overlap.
     """
     blocks = [pair for pair in pairs if pair[1].is_contiguous()]
     direct_bytes = sum(dest.nbytes for _, dest in blocks)

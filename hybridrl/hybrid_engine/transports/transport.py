@@ -23,14 +23,9 @@ Fill = tuple[Tensor | ComputedSlice, Tensor]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages that this rank sent and received in one run.
+    """Bytes over any kind of link, and messages, that this rank sent and received in one run.
 
-    Args:
-        sent_bytes, received_bytes: Bytes over any kind of link.
-        node_sent_bytes, node_received_bytes: Bytes sent to and received from ranks on other nodes.
-        messages: Number of messages sent.
-        num_exchanges: Number of exchanges.
-        staging_bytes: Total size of the staging buffers.
+    `node_sent_bytes` and `node_received_bytes` are exchanged with ranks on other nodes.
     """
 
     sent_bytes: int
@@ -56,9 +51,7 @@ class Transport(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Allocates what a run needs, so that `launches` and `extra_bytes` are known. `run` calls
-        this method.
-        """
+        """Allocates what `run` needs, so that `launches` and `extra_bytes` are known."""
         ...
 
     def run(self) -> Traffic:
@@ -93,9 +86,7 @@ class TransportError(PeerError):
 class ComputedCopies:
     """A list of copies whose sources are views or computed slices; implements `ops.Copies`.
 
-    Args:
-        copies: Copies of views, and of slices that are computed together.
-        slices: Slices that are computed one by one, with their destinations.
+    `slices` are computed one by one; slices that are computed together are among `copies`.
     """
 
     def __init__(
@@ -105,9 +96,7 @@ class ComputedCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches; a slice that is computed on its own counts
-        as one kernel.
-        """
+        """Number of kernels of one `run()`; a slice that is computed on its own counts as one."""
         return sum(copies.num_launches for copies in self._copies) + len(self._slices)
 
     @property
@@ -150,12 +139,8 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 class AddressWatch:
     """Detects whether tensors have moved, by checking one tensor of each storage.
 
-    Tensors with a common storage move together; for example, a model's experts are thousands of
-    views of a few tensors. Therefore no tensor may change its storage, and no tensor may be
-    replaced by another one with the same name.
-
-    Args:
-        *tensors: Tensors by name.
+    Tensors with a common storage move together; a model's experts are thousands of views. No tensor
+    may change its storage or be replaced by another one with the same name.
     """
 
     def __init__(self, *tensors: Mapping[str, Tensor]) -> None:
