@@ -312,7 +312,7 @@ class Costs:
         return np.ceil(np.concatenate(found) - 0.01)
 
     def best(self, candidates: np.ndarray, unit: int) -> Assignment:
-        """Returns the cheapest candidate, then that with the least total traffic, then the first."""
+        """Returns the cheapest candidate, then the one with the least traffic, then the first."""
         size, tp = self.missing.shape
         receive = self.receive(candidates)
         candidates = candidates[receive == receive.min()]

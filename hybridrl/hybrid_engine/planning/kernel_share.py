@@ -16,8 +16,7 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# Number of bytes that are moved in one piece: the busiest rank's bytes in the first phase, divided by
-# this number.
+# The busiest rank's bytes in the first phase, divided by this number, are moved in one piece.
 PARTS = 64
 
 

@@ -1,4 +1,4 @@
-"""Runs `hybridrl check --cluster`: queries all nodes at once, and reports problems, without torch.
+"""Runs `hybridrl check --cluster`: queries all nodes, and reports problems, without torch.
 
 One command per question (probe.py) has up to ANSWER_S to reply. A node that does not reply is a
 finding; the check of the other nodes continues.

@@ -23,7 +23,7 @@ from hybridrl.services.launch.node import MARK, Order
 from hybridrl.services.launch.rank_ends import Outcome, conclude
 
 # Time that machines have to end their ranks and report. The kernel may take a minute to free
-# page-locked memory. If a machine is gone, the connection to that machine ends by itself.
+# page-locked memory. If a machine is gone, the connection to it ends too.
 END_S = 180.0
 OUTPUT_S = 1.0  # time to read the remaining output of a process that has ended
 
