@@ -11,6 +11,12 @@ behave like a real run: no sample ends at a token of its choice.
     python benchmarks/bench_step.py --out OUT.json 7b/tp4/tp1 7b/dp4/tp1 0.5b/dp4/tp1
     python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
 
+--image-tokens gives each prompt an image of so many of its tokens. --text-steps takes further steps
+with as long prompts of text alone, for comparison in the same process.
+
+    python benchmarks/bench_step.py --out OUT.json qwen3-vl-4b/tp1/tp1 --image-tokens 1024 \\
+        --prompt-tokens 1152 --prompts 32 --text-steps 2
+
 With a lag, --set steps.max_policy_lag=1, a step takes the prompts that are answered first, so that
 its samples have other lengths than the next one's; rates count the tokens that each step learned
 from, and lengths go round: those of the first step's prompts come again for the next ones'.
@@ -41,7 +47,7 @@ from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus
 from bench_train import run_jobs
-from case_name import parse_case
+from case_name import parse_case, text_of
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
 # model, whose kernels are over before the next are launched, all that each of 4 replicas has in the
@@ -77,6 +83,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--response-tokens", type=int, help="all, or at most; default: 512, or 1,024 if tailed"
     )
+    parser.add_argument("--image-tokens", type=int, default=0, help="of each prompt's tokens")
+    parser.add_argument(
+        "--text-steps", type=int, default=0, help="without images, after the others"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, help="default: by model and layout")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument(
@@ -108,12 +118,13 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     num_replicas = name.num_apart if name.is_apart else world // rollout_tp
     if not name.is_apart and world % rollout_tp:
         sys.exit(f"case {case!r}: tp{rollout_tp} engines over {world} GPUs: choose a divisor")
-    hidden_size = json.loads(name.model.read_text())["hidden_size"]
+    hidden_size = text_of(json.loads(name.model.read_text()))["hidden_size"]
     is_whole = name.train.get("tp", 1) * name.train.get("pp", 1) == 1
     budget = BUDGET_OF_WHOLE_MODEL if hidden_size >= LARGE_HIDDEN_SIZE and is_whole else BUDGET
     budget = BUDGET_OF_SMALL_MODEL if hidden_size <= SMALL_HIDDEN_SIZE else budget
     default_response = 512 if arguments.workload == "reference" else 1024
     keys = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens", "num_layers")
+    keys += ("image_tokens", "text_steps")
     return {
         "case": case,
         "model": str(name.model),
@@ -149,6 +160,10 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name:16} {'share':10} {'':8}{cells['share']}"
             mfus = ", ".join(f"{part} {mfu:.3f}" for part, mfu in found["mfu"].items())
             yield f"{name:16} MFU of {case['peak']['flops_per_s'] / 1e12:.0f} TFLOP/s: {mfus}"
+            predicted = case.get("predicted_step")
+            if predicted is not None:
+                ratio = predicted["predicted_s"] / found["step_s"]
+                yield f"{name:16} predicted step {predicted['predicted_s']:.3f} s ({ratio:.2f})"
         for phase, held in case.get("memory", {}).items():
             yield (
                 f"{name:16} memory in {phase}: {held['measured_bytes'] / 2**30:.1f} GiB, "

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 APART = "apart-"
 SIZES = re.compile(r"(etp|ep|tp|vpp|pp|cp|dp)(\d+)")
@@ -67,6 +68,14 @@ class CaseName:
         return self.dp * self.train.get("cp", 1) > 1
 
 
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of a model's decoder, which the config.json of a model with a vision tower
+    may nest.
+    """
+    found: dict[str, Any] = config.get("text_config", config)
+    return found
+
+
 def with_num_layers(model: str | Path, num_layers: int | None, folder: str | Path) -> str:
     """Writes a model's config.json into a folder, with so many layers, each as wide as it is.
 
@@ -80,7 +89,7 @@ def with_num_layers(model: str | Path, num_layers: int | None, folder: str | Pat
     """
     config = json.loads(Path(model).read_text())
     if num_layers is not None:
-        config["num_hidden_layers"] = num_layers
+        text_of(config)["num_hidden_layers"] = num_layers
     file = Path(folder) / "model.json"
     file.write_text(json.dumps(config))
     return str(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,9 +24,17 @@ def random_prompts(number: int, num_tokens: int, vocab_size: int) -> list[dict[s
     ]
 
 
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a word for each token, its number."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
+def word_tokenizer(
+    vocab_size: int, special: Mapping[int, str] = MappingProxyType({})
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a word for each token, its number.
+
+    Args:
+        special: names of special tokens, by token.
+    """
+    words = {special.get(i, str(i)): i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.add_special_tokens(list(special.values()))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

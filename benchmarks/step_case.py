@@ -21,6 +21,7 @@ from bench_reshard_gpu import ROOT
 from bench_step import PARTS
 from case_record import CaseRecord
 from engine_import import after_turn
+from image_workload import image_model, image_prompts, image_tokenizer, picture, side_of
 from random_workload import checksum_reward, random_prompts, word_tokenizer
 from reshard_clock import Clock, largest_over_ranks, machine, matmul_rate, timed_calls
 from train_case import attention_backend
@@ -28,6 +29,7 @@ from train_case import attention_backend
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.trainer import Trainer
+from hybridrl.parallel.host_gpus import local_host
 from hybridrl.services.planner.plan_report import plan_report
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
@@ -35,6 +37,9 @@ from hybridrl.services.planner.plan_report import plan_report
 TAIL_SIGMA = 0.8
 KL_COEF = 0.001
 LEARNING_RATE = 1e-6
+WORKLOAD = ("workload", "prompts", "samples", "prompt_tokens", "image_tokens")
+# Numbers of images whose passes through the vision tower are timed, and how often.
+TOWER_IMAGES, TOWER_REPEATS = (1, 2, 4, 8), 5
 # Phases that need no memory of the engine, and those that need no gradients.
 ASLEEP = ("reward", "logprobs", "advantages", "update")
 AWAKE = ("generate",)
@@ -59,14 +64,23 @@ class Case(CaseRecord):
 
     def start(self) -> None:
         """Makes the Trainer, checks its engine and forces lengths."""
-        job, self.memory = self.job, DeviceMemory.of_this_rank()
+        self.memory = DeviceMemory.of_this_rank()
+        if self.job["image_tokens"]:
+            model = image_model(self.job["model"], self.job["folder"])
+            self.job = {**self.job, "model": model}
+        job = self.job
         self.config = config_of(job)
         vocab_size = self.vocab_size()
+        tokenizer = (
+            image_tokenizer(vocab_size, job["model"])
+            if job["image_tokens"]
+            else word_tokenizer(vocab_size)
+        )
         self.trainer = trainer = Trainer.from_config(
             self.config,
-            prompts=random_prompts(num_prompts(job), job["prompt_tokens"], vocab_size),
+            prompts=prompts_of(job, vocab_size),
             reward=checksum_reward,
-            tokenizer=word_tokenizer(vocab_size),
+            tokenizer=tokenizer,
         )
         self.clock = Clock(trainer.platform.device, trainer.world.gather_objects)
         self.memory.mark("trainer and engine made")
@@ -84,7 +98,7 @@ class Case(CaseRecord):
             "dtype": str(trainer.source.dtype).removeprefix("torch."),
             "config": self.config_in_short(),
             "workload": {
-                **{name: job[name] for name in ("workload", "prompts", "samples", "prompt_tokens")},
+                **{name: job[name] for name in WORKLOAD},
                 "response_tokens_mean": statistics.mean(self.lengths),
                 "response_tokens_max": max(self.lengths),
                 "tokens": self.tokens,
@@ -117,8 +131,10 @@ class Case(CaseRecord):
     def take_steps(self) -> None:
         """Takes steps, and writes each down; fewer, where the case's time would not do."""
         job, taken = self.job, 0
-        for number in range(job["warmups"] + job["steps"]):
+        num_timed = job["warmups"] + job["steps"]
+        for number in range(num_timed + job["text_steps"]):
             is_warm = number >= job["warmups"]
+            is_text = number >= num_timed
             (age_s,) = largest_over_ranks(self.trainer, [self.age_s])
             slowest = max((step["step_s"] for step in self.result["steps"]), default=0.0)
             if taken and age_s + 1.5 * slowest > job["limit_s"]:
@@ -127,14 +143,16 @@ class Case(CaseRecord):
             hybrid = self.trainer.hybrid_engine
             keeps_gradients = not hybrid._is_released  # in this rollout
             keeps_engine = hybrid.keeps_memory or hybrid._engine_stays  # in this training
-            found = {"is_warm": is_warm, **self.step()}
-            if is_warm:  # earlier ones still make NCCL's buffers
+            found = {"is_warm": is_warm, "is_text": is_text, **self.step()}
+            if is_warm and not is_text:  # earlier ones still make NCCL's buffers
                 self.memory.note_peaks(self.trainer, keeps_gradients, keeps_engine)
             self.memory.mark(f"step {number + 1}", unseen_gradients(self.trainer))
             taken += is_warm
             self.result["steps"].append(found)
             if taken:
-                self.result["median"] = self.median()
+                self.result["median"] = self.median(is_text=False)
+            if is_text:
+                self.result["median_of_text"] = self.median(is_text=True)
             self.result["memory_course"] = self.memory.course
             self.result["attention_backend"] = attention_backend()
             shown = ", ".join(f"{part} {found['parts_s'][part]:.2f}" for part in PARTS)
@@ -223,9 +241,10 @@ class Case(CaseRecord):
             found = {name: metrics[name] for name in names if name in metrics}
             raise RuntimeError(f"a wrong step: {found}, responses of {length} tokens, not {wanted}")
 
-    def median(self) -> dict[str, Any]:
-        """Returns medians over the warm steps so far."""
-        warm = [step for step in self.result["steps"] if step["is_warm"]]
+    def median(self, *, is_text: bool) -> dict[str, Any]:
+        """Returns medians over the warm steps so far, of those without or with images."""
+        steps = [step for step in self.result["steps"] if step["is_warm"]]
+        warm = [step for step in steps if step["is_text"] == is_text]
         found: dict[str, Any] = {
             name: {
                 key: statistics.median(step[name][key] for step in warm) for key in warm[0][name]
@@ -234,6 +253,8 @@ class Case(CaseRecord):
         }
         for name in ("step_s", "tokens_per_s_per_gpu"):
             found[name] = statistics.median(step[name] for step in warm)
+        mismatch = "mismatch/logprob_diff_mean"
+        found[mismatch] = statistics.median(step["metrics"][mismatch] for step in warm)
         shares = [step["share"] for step in warm]
         # What is neither generation nor the model's passes.
         found["overhead_share"] = statistics.median(s["reshard"] + s["rest"] for s in shares)
@@ -242,11 +263,14 @@ class Case(CaseRecord):
     def finish(self) -> None:
         """Verifies the engine's weights once more, and compares memory with the planner's."""
         self.trainer.enter_training()
+        if self.job["image_tokens"]:
+            self.result["tower"] = self.tower_times()
         self.trainer.reshard(verifies=True)
-        report, violations = plan_report(self.config, self.trainer.world.size)
+        report, violations = plan_report(self.config, self.trainer.world.size, host=local_host())
         if violations:
             raise violations[0]
         self.result["predicted_memory"] = report["memory"]
+        self.result["predicted_step"] = report["step"]
         measured = self.memory.largest(self.trainer)
         if not measured:
             return
@@ -263,6 +287,34 @@ class Case(CaseRecord):
             }
             for name in usual
         }
+
+    def tower_times(self) -> list[dict[str, float]]:
+        """Returns the times of the vision tower's forward passes over different numbers of
+        images, and the memory that they need.
+        """
+        from hybridrl.models.vision.tower import image_features
+
+        processor = self.trainer.source.extra_inputs.processor
+        tower, device = self.trainer.policy.model.chunks[0].vision, self.trainer.platform.device
+        side, found = side_of(self.job["model"], self.job["image_tokens"]), []
+        images = [processor.content(picture(seed, side)) for seed in range(TOWER_IMAGES[-1])]
+        for number in TOWER_IMAGES:
+            with torch.no_grad():
+                image_features(tower, processor, images[:number])
+                held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+                if held:
+                    torch.cuda.reset_peak_memory_stats()
+                times = [
+                    self.clock.seconds(
+                        lambda n=number: image_features(tower, processor, images[:n])
+                    )
+                    for _ in range(TOWER_REPEATS)
+                ]
+            peak = torch.cuda.max_memory_allocated() if held else 0
+            found.append(
+                {"images": number, "seconds": statistics.median(times), "bytes": peak - held}
+            )
+        return found
 
 
 # Memory
@@ -412,7 +464,19 @@ def response_lengths(job: Mapping[str, Any]) -> list[int]:
 
 def num_prompts(job: Mapping[str, Any]) -> int:
     """Returns how many prompts a case takes, with a step to spare."""
-    return int(job["prompts"] * (job["warmups"] + job["steps"] + 1))
+    num_steps = job["warmups"] + job["steps"] + job["text_steps"]
+    return int(job["prompts"] * (num_steps + 1))
+
+
+def prompts_of(job: Mapping[str, Any], vocab_size: int) -> list[dict[str, Any]]:
+    """Returns the prompts of a case: those of steps with images, then those of text alone."""
+    num_tokens, image_tokens = job["prompt_tokens"], job["image_tokens"]
+    text = random_prompts(num_prompts(job), num_tokens, vocab_size)
+    if not image_tokens:
+        return text
+    number = job["prompts"] * (job["warmups"] + job["steps"])
+    shown = image_prompts(number, num_tokens, vocab_size, job["model"], image_tokens)
+    return [*shown, *text]
 
 
 def config_of(job: Mapping[str, Any]) -> Any:
@@ -433,7 +497,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
         },
         **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo", "kl_coef": KL_COEF},
-        "data": {"max_prompt_tokens": job["prompt_tokens"]},
+        "data": {"max_prompt_tokens": job["prompt_tokens"], "shuffle": not job["image_tokens"]},
         # For the memory that a plan expects.
         "layout": {"mean_response_tokens": round(statistics.mean(response_lengths(job)))},
         "steps": {

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny_images import PREPROCESSING, file_of, picture, save_processor
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -86,7 +87,7 @@ def load(tokenizer: Any, images: ImageTokens | None, *rows: Any, **knobs: Any) -
 def test_pixels_are_those_of_transformers(images: ImageTokens, size: tuple[int, int]) -> None:
     image = picture(3, *size)
     content = images.processor.content(file_of(image))
-    ours = pixel_values(images.processor, [content], "cpu").numpy()  # type: ignore[arg-type]
+    ours = pixel_values(images.processor, [content], torch.float32, torch.device("cpu")).numpy()
     theirs = Qwen2VLImageProcessorPil(**PREPROCESSING)(image, return_tensors="np")
     assert np.array_equal(content.arrays[GRID], theirs["image_grid_thw"][0])
     assert np.array_equal(ours, theirs["pixel_values"])

@@ -69,7 +69,7 @@ def cases(file: str) -> list[dict[str, Any]]:
 
 def model_of(case: dict[str, Any], folder: Path) -> str:
     name = case["case"].partition("/")[0]
-    file = next(MODELS.glob(f"*{name}.json"))
+    file = min(MODELS.glob(f"*{name}.json"), key=lambda found: len(found.name))
     if "--num-layers" not in case["command"]:
         return str(file)
     num_layers = int(case["command"].partition("--num-layers ")[2].split()[0])

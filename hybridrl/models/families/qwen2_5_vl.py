@@ -65,13 +65,21 @@ def shape(hf_config: HfConfig) -> ModelShape:
     for other, name in OTHER_NAMES.items():
         require(config, other, None, (None, config[name]))
         del config[other]
-    layers_below(config, "fullatt_block_indexes")
+    whole_layers = layers_below(config, "fullatt_block_indexes")
     token_size = vision_size(config, "patch_size") * vision_size(config, "spatial_merge_size")
     window = vision_size(config, "window_size")
     if window % token_size:
         allowed = f"a multiple of patch_size * spatial_merge_size = {token_size}"
         raise refusal(f"{VISION}.window_size", window, allowed)
-    vision = vision_shape("qwen2_5_vl", whole, config, _tensors(config), sizes)
+    vision = vision_shape(
+        "qwen2_5_vl",
+        whole,
+        config,
+        _tensors(config),
+        sizes,
+        windowed_layers=vision_size(config, "depth") - len(set(whole_layers)),
+        window_patches=(window // vision_size(config, "patch_size")) ** 2,
+    )
     return replace(sizes, vision=vision)
 
 

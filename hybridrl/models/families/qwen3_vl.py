@@ -65,7 +65,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
         allowed = f"at most one for each of the {sizes.num_layers} decoder layers"
         raise refusal(f"{VISION}.{key}", config[key], allowed)
     tensors = _tensors(config, num_deep)
-    vision = vision_shape("qwen3_vl", whole, config, tensors, sizes, num_deep)
+    vision = vision_shape("qwen3_vl", whole, config, tensors, sizes, deepstack_layers=num_deep)
     return replace(sizes, vision=vision)
 
 

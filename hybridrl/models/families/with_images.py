@@ -85,7 +85,7 @@ def vision_shape(
     config: Mapping[str, Any],
     tensors: Tensors,
     text: ModelShape,
-    deepstack_layers: int = 0,
+    **more: int,
 ) -> VisionShape:
     """Returns the sizes of a tower.
 
@@ -95,7 +95,7 @@ def vision_shape(
         config: The tower's part, from `vision_config`.
         tensors: Shape of each of the tower's tensors.
         text: Sizes of the decoder.
-        deepstack_layers: See `VisionShape`.
+        **more: Further fields of `VisionShape`.
 
     Raises:
         ModelError: The tower and the decoder do not fit, or a token is not in the vocabulary.
@@ -116,8 +116,11 @@ def vision_shape(
         end_token=tokens["vision_end_token_id"],
         patch_size=vision_size(config, "patch_size"),
         merge_size=vision_size(config, "spatial_merge_size"),
-        deepstack_layers=deepstack_layers,
+        hidden_size=vision_size(config, "hidden_size"),
+        ffn_size=vision_size(config, "intermediate_size"),
+        num_layers=vision_size(config, "depth"),
         config={key: value for key, value in whole[VISION].items() if key in known},
+        **more,
     )
 
 

@@ -29,6 +29,9 @@ class VisionShape:
         start_token, end_token: Ids of the tokens before and after these tokens.
         patch_size: Width and height of a patch in pixels.
         merge_size: Number of patches, in each direction, that one token stands for.
+        hidden_size, ffn_size, num_layers: Sizes of the tower's blocks, and their number.
+        windowed_layers: Number of blocks whose patches attend within windows of the image.
+        window_patches: Number of patches in a window.
         deepstack_layers: Number of decoder layers, from the first on, whose outputs receive
             features of the image too.
         config: `vision_config` of config.json.
@@ -41,6 +44,11 @@ class VisionShape:
     end_token: int
     patch_size: int
     merge_size: int
+    hidden_size: int = 0
+    ffn_size: int = 0
+    num_layers: int = 0
+    windowed_layers: int = 0
+    window_patches: int = 0
     deepstack_layers: int = 0
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

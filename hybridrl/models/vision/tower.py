@@ -66,21 +66,23 @@ def build_tower(vision: VisionShape, dtype: torch.dtype, device: torch.device) -
 
 
 def pixel_values(
-    processor: ImageProcessor, images: Sequence[Content], device: torch.device
+    processor: ImageProcessor, images: Sequence[Content], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Returns what a tower reads, (P, C) float32, for the P patches of the images.
+    """Returns what a tower reads, (P, C) of `dtype`, for the P patches of the images.
 
-    A still image fills both frames of a patch. Bytes go to the device, and are normalized there.
+    A still image fills both frames of a patch. Bytes go to the device, and are normalized there by
+    a table, whose float32 values are rounded once.
     """
     frames = processor.vision.config.get("temporal_patch_size", 2)
-    value_CB = torch.from_numpy(processor.channel_values()).to(device)
+    values_N = torch.from_numpy(processor.channel_values()).to(dtype).flatten().to(device)
+    first_C = torch.arange(3, dtype=torch.int32, device=device)[:, None, None] * 256
     parts = []
     for image in images:
-        byte_PCHW = torch.from_numpy(processor.patches(image)).to(device, non_blocking=True).int()
-        channels = [value_B[byte_PCHW[:, c]] for c, value_B in enumerate(value_CB)]
-        patch_PCHW = torch.stack(channels, 1)
+        byte_PCHW = torch.from_numpy(processor.patches(image)).to(device, non_blocking=True)
+        index_PCHW = byte_PCHW + first_C
+        patch_PCHW = values_N.index_select(0, index_PCHW.flatten()).view(index_PCHW.shape)
         parts.append(patch_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1))
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def image_features(
@@ -90,7 +92,7 @@ def image_features(
     decoder layers, each (N, D).
     """
     weight = tower.patch_embed.proj.weight
-    values_PC = pixel_values(processor, images, weight.device).to(weight.dtype)
+    values_PC = pixel_values(processor, images, weight.dtype, weight.device)
     grids = torch.tensor([image.arrays[GRID].tolist() for image in images], device=weight.device)
     return _run(tower, values_PC, grids)
 

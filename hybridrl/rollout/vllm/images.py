@@ -113,7 +113,7 @@ class PixelItems:
         if (found := self._items.get(content.key)) is not None:
             return found
         grids = torch.from_numpy(content.arrays[GRID])[None]
-        values = pixel_values(self._processor, [content], torch.device("cpu")).to(self._dtype)
+        values = pixel_values(self._processor, [content], self._dtype, torch.device("cpu"))
         given: Any = {"pixel_values": values, "image_grid_thw": grids}
         fields: Mapping[str, Any] = {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),

@@ -5,7 +5,7 @@ The usual sizes result from packing samples of usual length with the code that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import ceil
@@ -14,6 +14,7 @@ from hybridrl.config.schema import Config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.image_costs import image_tokens
 from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION, most_copied_rows
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
@@ -55,10 +56,12 @@ class MicroBatchSize:
         positions: Number of tokens, counting a shared prompt once, plus padding.
         key_rows: Rows of keys (and of values) that attention stores; a shared prompt's rows are
             copied for each sample (attention.py:GatherKeys).
+        image_tokens: Number of tokens of different images.
     """
 
     positions: int
     key_rows: int
+    image_tokens: int = 0
 
 
 def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
@@ -102,10 +105,11 @@ def usual_micro_batches(
         attention=attention_length(shape),
     )
     pad_total = layout.tp * pad_each * (1 if config.train.fp8 == "none" else FP8_TOKENS)
-    found = set()
-    for positions, key_rows in packed:
+    found, images = set(), image_tokens(config, shape.vision)
+    for positions, key_rows, num_prompts in packed:
         padding = round_up(positions, pad_total) - positions
-        found.add(MicroBatchSize(positions + padding, key_rows + padding))
+        size = MicroBatchSize(positions + padding, key_rows + padding, num_prompts * images)
+        found.add(size)
     return found
 
 
@@ -138,6 +142,13 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
     Samples are distributed by length, so a replica has at most one sample more than its share. Rows
     of keys: those of the whole share, because short responses may fit into one micro-batch.
     """
+    found = _largest(config, shape, layout)
+    if shape.vision is None:
+        return found
+    return replace(found, image_tokens=found.positions)
+
+
+def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
     budget = config.train.micro_batch_tokens
     if not _has_samples(config):
         return MicroBatchSize(budget, budget)
@@ -197,8 +208,10 @@ def _packed(
     multiple: int,
     pad_each: int,
     attention: int,
-) -> set[tuple[int, int]]:
-    """Returns (positions, rows of keys) of each micro-batch if all samples have equal lengths."""
+) -> set[tuple[int, int, int]]:
+    """Returns (positions, rows of keys, number of prompts) of each micro-batch if all samples have
+    equal lengths.
+    """
     length = round_up(prompt + response, pad_each)
     # Rules reject samples that exceed the budget; here such a sample is packed alone.
     token_budget = max(token_budget, length)
@@ -225,8 +238,9 @@ def _packed(
     found = set()
     for members in (members for micros in dealt for members in micros if members):
         samples = [sample for number in members for sample in units[number].samples]
-        positions = key_rows = 0
+        positions = key_rows = num_prompts = 0
         for _, run in groupby(samples, key=lambda sample: sample // per_prompt):
+            num_prompts += 1
             count = len(list(run))  # collation.py also merges neighbouring units of one prompt
             prefix = shared_prefix(prompt, count) if shares else 0
             if not prefix:
@@ -236,7 +250,7 @@ def _packed(
             first, own = round_up(prefix, pad_each), round_up(length - prefix, pad_each)
             positions += first + count * own
             key_rows += _key_rows(prefix, count, own, pad_each // 2 or 1)
-        found.add((positions, key_rows))
+        found.add((positions, key_rows, num_prompts))
     return found
 
 

@@ -31,9 +31,11 @@ from hybridrl.models.trainable import (
     only_parts,
     trained_family,
 )
+from hybridrl.models.vision.shape import PARAMETER
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES, engine_package
+from hybridrl.services.planner import image_costs
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
     largest_micro_batch,
@@ -175,6 +177,12 @@ class RoleModel:
     def trained_family(self) -> Family:
         """The family with a weight table of only the trained parameters; for trained models."""
         return trained_family(self.family, self.shape, self.freeze, self.head)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether a vision tower is trained."""
+        rows = self.trained_family.rows(self.shape) if self.is_trained else ()
+        return any(row.megatron.startswith(PARAMETER) for row in rows)
 
     @property
     def backward(self) -> BackwardShares:
@@ -342,6 +350,7 @@ def estimate_memory(
         + (0 if config.train.release_weights_in_rollout else trained)
         + states
         + engine_bytes
+        + (image_costs.engine_bytes(config, shape.vision, itemsize) if held.engine else 0)
         + kv_cache,
         kv_cache=kv_cache,
         num_requests=num_requests,
@@ -489,7 +498,28 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
         summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
         scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
-    return kept * itemsize * stages // parts + scratch
+    images_kept, images_scratch = _image_bytes(held, itemsize, micro)
+    layers_bytes = kept * itemsize * stages // parts + images_kept * stages + scratch
+    return max(layers_bytes, images_scratch)
+
+
+def _image_bytes(held: HeldModel, itemsize: int, micro: MicroBatchSize) -> tuple[int, int]:
+    """Returns the bytes that are stored for the images of a micro-batch, and the temporary bytes of
+    the vision tower, which runs before the layers.
+
+    Features that are added after the first layers are stored for each position. Every rank of the
+    first stage computes all images.
+    """
+    vision, layout = held.model.shape.vision, held.layout
+    if vision is None:
+        return 0, 0
+    width = itemsize * held.model.shape.hidden_size
+    features = width * micro.image_tokens * (1 + vision.deepstack_layers)
+    added = width * micro.positions * vision.deepstack_layers // (layout.cp * layout.tp)
+    kept = features + added
+    if held.model.trains_tower:
+        kept += image_costs.stored_bytes(vision, micro.image_tokens, itemsize)
+    return kept, kept + image_costs.scratch_bytes(vision, micro.image_tokens, itemsize)
 
 
 def fullest(layouts: Sequence[RankLayout]) -> Elements:

@@ -25,6 +25,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.image_costs import TowerWork, image_tokens, tower_work
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.muon_costs import orthogonalization_flops
 from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of
@@ -85,6 +86,12 @@ ADAPTERS_STEP_S = (4.21 - 3.47) / 512 / 28
 # one H200: 7.2 ms with FP8 weights and 6.7 ms with bf16 for 64 requests of 1.5k to 2k tokens.
 FP8_STEP_S = 84e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
+# Assumed, not measured: rate of a vision tower's products and attention, as a share of the rate of
+# large matrix products, and host time to launch a block's kernels in a forward pass.
+TOWER_SHARE, HOST_TOWER_S = 0.6, 0.6e-3
+# Host time to decode, resize and normalize an image, per token (1,024 pixels): PNG files of 1024 x
+# 1024 pixels on one core, from 25 to 50 ms.
+IMAGE_TOKEN_S = 30e-6
 STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 
 
@@ -113,13 +120,14 @@ class Packs:
     """Micro-batches that one data-parallel replica computes in one update.
 
     A shared prompt's tokens count once per micro-batch. `pairs` are tokens that attend to another,
-    `head_tokens` those for which the head is computed.
+    `head_tokens` those for which the head is computed. `tower` is the work of the vision tower.
     """
 
     num_micro: int
     tokens: float
     pairs: float
     head_tokens: float
+    tower: TowerWork = TowerWork()
 
 
 def packs(
@@ -140,7 +148,10 @@ def packs(
     num_micro = ceil(num_units / max(1, budget // unit))
     pairs = num_units * prompt**2 / 2 + samples * response * (prompt + response / 2)
     tokens = num_units * prompt + samples * response
-    return Packs(num_micro, tokens, pairs, samples * response)
+    tower, images = TowerWork(), image_tokens(config, shape.vision)
+    if shape.vision is not None:
+        tower = tower_work(shape.vision, num_units * images, images)
+    return Packs(num_micro, tokens, pairs, samples * response, tower)
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
@@ -186,7 +197,12 @@ class PassTimes:
         return PASS_S + self._passes_s(found, 1.0, self._host_s()[0])
 
     def update_s(
-        self, found: Packs, recompute: str, num_trained: int, shares: BackwardShares = ALL
+        self,
+        found: Packs,
+        recompute: str,
+        num_trained: int,
+        shares: BackwardShares = ALL,
+        trains_tower: bool = False,
     ) -> float:
         """Returns the time of passes over all micro-batches, with the needed backward `shares`."""
         forward, backward = self._host_s()
@@ -196,7 +212,9 @@ class PassTimes:
         elif recompute == "selective":
             factor += 0.03
         added_s = found.num_micro * num_trained * GRADIENT_TRAFFIC / self._memory_rate
-        return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
+        of_tower = 1 + BACKWARD if trains_tower else 1.0
+        passes_s = self._passes_s(found, factor, forward + backward, of_tower)
+        return PASS_S + passes_s + added_s
 
     def optimizer_s(self, level: OptimizerLevel, num_trained: int, num_updated: int) -> float:
         """Returns the time of gradient reduction, optimizer step and parameter gather."""
@@ -215,14 +233,24 @@ class PassTimes:
         flops = orthogonalization_flops(model.trained_family, model.shape, self.layout, model.head)
         return gathered_s + flops / self._matrix_rate
 
-    def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
+    def _passes_s(self, found: Packs, factor: float, host_s: float, of_tower: float = 1.0) -> float:
+        """Returns the time of passes over all micro-batches.
+
+        Args:
+            factor, of_tower: Cost of the layers' and of the vision tower's passes, as multiples of
+                their forward passes.
+            host_s: Host time per layer.
+        """
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
         largest = (
             ceil(self.shape.num_layers / stages) / self.shape.num_layers
         )  # fraction of all layers that the largest stage contains
-        per_micro = (layers * largest + head) * factor / found.num_micro
+        per_micro = (layers * largest + head) * factor + of_tower * self._tower_s(found.tower)
+        per_micro /= found.num_micro
         host = host_s * self.shape.num_layers * largest
+        if (vision := self.shape.vision) is not None:
+            host += of_tower * HOST_TOWER_S * vision.num_layers
         each = _beside(per_micro, host)
         if self.shape.moe is not None and stages > 1:
             # Empirical: five measured steps with two stages of 3 layers took this much longer, most
@@ -231,6 +259,12 @@ class PassTimes:
             # not measured.
             each += self._host_s()[0] * self.shape.num_layers * largest
         return each * (found.num_micro + (stages - 1) / layout.vpp)
+
+    def _tower_s(self, work: TowerWork) -> float:
+        """Returns the GPU time of the vision tower's forward passes; every rank of the first stage
+        computes all images.
+        """
+        return work.flops / (TOWER_SHARE * self._matrix_rate) + work.traffic / self._memory_rate
 
     def _layers_s(self, found: Packs) -> float:
         """Returns the GPU time of all layers in a forward pass."""
@@ -364,8 +398,13 @@ def generation_s(
         reduced_s = requests * lengths.response * sent / rate
         least_s = ALL_REDUCE_S + (2e-6 * cluster.latency_us if is_far else 0.0)
         step_s += 2 * shape.num_layers * least_s
-    prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
-    prefill_s = 2.0 * params * prompts / tp / (PREFILL_SHARE * matrix)
+    num_prompts = ceil(steps.prompts_per_step / replicas)
+    prefill_s = 2.0 * params * num_prompts * lengths.prompt / tp / (PREFILL_SHARE * matrix)
+    if shape.vision is not None:  # the images of each prompt are computed once
+        images = image_tokens(config, shape.vision)
+        work = tower_work(shape.vision, num_prompts * images, images)
+        prefill_s += work.flops / tp / (TOWER_SHARE * matrix) + work.traffic / tp / memory
+        prefill_s += num_prompts * images * IMAGE_TOKEN_S
     # A decoding step reads only the embedding rows of its tokens, unless the embedding is also the
     # output layer.
     itemsize = itemsize_of(config, on_gpu=True)
@@ -409,7 +448,9 @@ def step_times(
             continue
         if has_rollouts and (updates > 1 or model.role == "critic"):
             scoring += updates * passes.forward_s(found)
-        update_s = passes.update_s(found, train.recompute, held[0], model.backward)
+        update_s = passes.update_s(
+            found, train.recompute, held[0], model.backward, model.trains_tower
+        )
         step_s = passes.optimizer_s(level_of(train), *held)
         if train.optimizer == "muon":
             step_s += passes.muon_s(model, held[0])

@@ -1,0 +1,99 @@
+"""Estimates what images cost a run: tokens, FLOPs and memory of the vision tower. No torch.
+
+A plan does not read the data, so `layout.mean_image_tokens` or `data.max_image_pixels` says how
+many tokens of a prompt belong to images.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from hybridrl.config.schema import Config
+from hybridrl.models.vision.shape import GATE_UP, VisionShape
+
+# Elements that a tower's block keeps for each patch until its backward pass, as multiples of the
+# hidden size and of the size of the feed-forward product: for plain and for gated feed-forward
+# layers. Counted with torch's hooks for saved tensors, for Qwen3-VL-4B and Qwen2.5-VL-7B.
+STORED, STORED_GATED = (11, 2), (15, 4)
+# Elements of a block's temporary tensors, likewise, and bytes that it reads and writes for each
+# patch, 4 of them for each number of the rotary positions, which are computed in fp32.
+SCRATCH_HIDDEN, SCRATCH_PRODUCT = 12, 2
+TRAFFIC_HIDDEN, TRAFFIC_PRODUCT = 150, 12
+# Engines compute at most as many tokens of images at the same time, or one larger image.
+ENGINE_TOKENS = 4096
+
+
+class TowerWork(NamedTuple):
+    """What a tower's forward passes compute and move.
+
+    Args:
+        flops: Operations of matrix products and attention.
+        traffic: Bytes that other operations read and write.
+    """
+
+    flops: float = 0.0
+    traffic: float = 0.0
+
+
+def image_tokens(config: Config, vision: VisionShape | None) -> int:
+    """Returns how many tokens of a usual prompt belong to images; 0 without a vision tower."""
+    if vision is None:
+        return 0
+    if config.layout.mean_image_tokens is not None:
+        return min(config.layout.mean_image_tokens, config.data.max_prompt_tokens)
+    token = (vision.patch_size * vision.merge_size) ** 2
+    return min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
+
+
+def tower_work(vision: VisionShape, num_tokens: float, per_image: float) -> TowerWork:
+    """Returns the work of forward passes over images.
+
+    Args:
+        num_tokens: Number of all images' tokens.
+        per_image: Number of one image's tokens.
+    """
+    matrices = {name: prod(size) for name, size in vision.tensors.items() if len(size) > 1}
+    merging = sum(size for name, size in matrices.items() if "merger" in name)
+    looked_up = matrices.get("pos_embed.weight", 0)
+    patches_per_token = vision.merge_size**2
+    num_patches = num_tokens * patches_per_token
+    products = 2.0 * (sum(matrices.values()) - merging - looked_up) * num_patches
+    products += 2.0 * merging * num_tokens
+    whole = per_image * patches_per_token  # patches that a patch attends to
+    windowed = min(whole, vision.window_patches or whole)
+    attended = (vision.num_layers - vision.windowed_layers) * whole
+    attended += vision.windowed_layers * windowed
+    attention = 4.0 * vision.hidden_size * attended * num_patches
+    moved = TRAFFIC_HIDDEN * vision.hidden_size + TRAFFIC_PRODUCT * vision.ffn_size
+    return TowerWork(products + attention, 1.0 * moved * vision.num_layers * num_patches)
+
+
+def scratch_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
+    """Returns the memory of a pass's temporary tensors.
+
+    Args:
+        num_tokens: Number of the images' tokens in the pass.
+        itemsize: Bytes of an element.
+    """
+    per_patch = SCRATCH_HIDDEN * vision.hidden_size + SCRATCH_PRODUCT * vision.ffn_size
+    return itemsize * per_patch * num_tokens * vision.merge_size**2
+
+
+def stored_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
+    """Returns what a pass of a trained tower keeps for its backward pass; see `scratch_bytes` for
+    the arguments.
+    """
+    is_gated = any(GATE_UP in name for name in vision.tensors)
+    hidden, product = STORED_GATED if is_gated else STORED
+    per_patch = hidden * vision.hidden_size + product * vision.ffn_size
+    return itemsize * per_patch * vision.num_layers * num_tokens * vision.merge_size**2
+
+
+def engine_bytes(config: Config, vision: VisionShape | None, itemsize: int) -> int:
+    """Returns the memory that an engine needs to compute images."""
+    if vision is None:
+        return 0
+    token = (vision.patch_size * vision.merge_size) ** 2
+    largest = min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
+    return scratch_bytes(vision, max(largest, ENGINE_TOKENS), itemsize)

@@ -1,0 +1,125 @@
+"""Planned cost of images: FLOPs and memory of vision towers, as torch counts them, and tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.wrapped_models import text_part
+from hybridrl.models.family import read_model
+from hybridrl.models.vision.shape import VisionShape
+from hybridrl.models.vision.tower import build_tower
+from hybridrl.parallel.host_gpus import Host, LocalGpu
+from hybridrl.services.planner.image_costs import image_tokens, stored_bytes, tower_work
+from hybridrl.services.planner.plan_report import plan_report
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+NAMES = ("qwen3-vl-4b", "qwen2.5-vl-7b")
+SIDE = 24  # patches per row and column of an image
+GIB = 2**30
+
+
+def thin(name: str) -> VisionShape:
+    """Returns a published tower with fewer blocks, one of which attends to the whole image."""
+    content = json.loads((MODELS / f"{name}.json").read_text())
+    changes = {"depth": 3, "deepstack_visual_indexes": [1], "fullatt_block_indexes": [1]}
+    content["vision_config"] |= {k: v for k, v in changes.items() if k in content["vision_config"]}
+    _, shape = read_model(None, text_part(content))
+    assert shape.vision is not None
+    return shape.vision
+
+
+def run(tower: torch.nn.Module, vision: VisionShape) -> Any:
+    weight: Any = dict(tower.named_parameters())["patch_embed.proj.weight"]
+    pixels = torch.randn(SIDE**2, weight[0].numel(), dtype=weight.dtype)
+    return tower(pixels, grid_thw=torch.tensor([[1, SIDE, SIDE]]), return_dict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_towers_cost_what_torch_counts(name: str) -> None:
+    vision, stored = thin(name), dict[int, torch.UntypedStorage]()
+    tower = build_tower(vision, torch.bfloat16, torch.device("cpu"))
+    for parameter in tower.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    own = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            stored[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run(tower, vision)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted
+        run(tower, vision)
+    num_tokens = SIDE**2 // vision.merge_size**2
+    work = tower_work(vision, num_tokens, num_tokens)
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    kept = sum(storage.nbytes() for storage in stored.values())
+    # The first layer and the mergers, which are not counted, are a large share of so few blocks.
+    assert stored_bytes(vision, num_tokens, itemsize=2) == pytest.approx(kept, rel=0.3)
+
+
+def plan(folder: Path, *overrides: str) -> Mapping[str, Any]:
+    config = load_config_dict(
+        {
+            "run": {"name": "images", "dir": str(folder)},
+            "model": {"init": str(folder)},
+            "train": {"micro_batch_tokens": 8192},
+            "rollout": {"engine": "vllm", "max_new_tokens": 256},
+            "algorithm": {"name": "grpo"},
+            "data": {"max_prompt_tokens": 1152},
+            "steps": {"prompts_per_step": 32, "samples_per_prompt": 8},
+        },
+        list(overrides),
+    )
+    host = Host(1, LocalGpu("NVIDIA H200", 140 * GIB))
+    report, violations = plan_report(config, 1, host=host)
+    assert not violations, violations
+    return report
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text((MODELS / "qwen3-vl-4b.json").read_text())
+    rules = {"patch_size": 16, "image_processor_type": "Qwen2VLImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rules))
+    return tmp_path
+
+
+def test_plans_count_the_vision_tower(folder: Path) -> None:
+    vision = thin("qwen3-vl-4b")
+    whole, text = plan(folder), plan(folder, "layout.mean_image_tokens=0")
+    smaller = plan(folder, "layout.mean_image_tokens=256")
+    for phase in ("generation", "update"):
+        times = [one["step"]["phases_s"][phase] for one in (text, smaller, whole)]
+        assert times == sorted(times) and times[0] < times[1] < times[2]
+    trained = plan(folder, "train.freeze=[]")
+    assert trained["step"]["phases_s"]["update"] > whole["step"]["phases_s"]["update"]
+    peak = "usual_train_peak_bytes"
+    # Its gradients and optimizer state, 16 bytes for each of 0.4 G parameters, and activations.
+    assert trained["memory"][peak] - whole["memory"][peak] > 0.4e9 * 16
+    assert (
+        plan(folder, "layout.mean_image_tokens=0", "train.freeze=[]")["memory"][peak]
+        < (trained["memory"][peak])
+    )
+
+    def tokens(*overrides: str) -> int:
+        content = {"model": {"init": "x"}, "algorithm": {"name": "grpo"}}
+        config = load_config_dict(content | {"run": {"name": "a"}}, list(overrides))
+        return image_tokens(config, vision)
+
+    assert tokens("data.max_prompt_tokens=4096") == 1024
+    assert tokens("data.max_prompt_tokens=4096", "data.max_image_pixels=4096") == 4
+    assert tokens("data.max_prompt_tokens=300") == 300
+    assert tokens("layout.mean_image_tokens=7") == 7
