@@ -26,12 +26,12 @@ from hybridrl.checkpoint.manifest import Manifest, damaged, read_listed
 from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import (
     Allocator,
-    connect,
     count_step,
     hand_out,
     kept_bytes,
     own_shares,
 )
+from hybridrl.checkpoint.parameter_pieces import connect
 from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.checkpoint.optimizer_state import MOMENTUM
+from hybridrl.checkpoint.optimizer_kinds import MOMENTS, MOMENTUM
 from hybridrl.models.weights import EXPERTS, RankLayout
 from hybridrl.training.muon_matrices import NUM_ITERATIONS, Matrix, is_split, matrices_of
-from hybridrl.training.piecewise_adam import MOMENTS, adamw
+from hybridrl.training.piecewise_adam import adamw
 from hybridrl.training.step_counts import StepCounts
 
 # Polynomial of the Newton-Schulz iteration (Jordan et al. 2024). Singular values end between 0.7

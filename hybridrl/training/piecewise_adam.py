@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.fp32_remainders import join_, remainder_of, split_
+from hybridrl.checkpoint.optimizer_kinds import MOMENTS, REMAINDER
 from hybridrl.training.staging import HostState, Staging
 from hybridrl.training.step_counts import StepCounts
 
 PIECE_ELEMENTS = 1 << 24  # a multiple of ALIGNED_ELEMENTS
 ALIGNED_ELEMENTS = 256  # each piece's state begins at a multiple of this
-MOMENTS = ("exp_avg", "exp_avg_sq")
-REMAINDER = "remainder"
 
 
 @dataclass(frozen=True)

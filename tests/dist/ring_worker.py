@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.checkpoint import memory_copies, memory_folders
+from hybridrl.checkpoint import begun_copy, memory_folders
 from hybridrl.checkpoint.memory_copies import MemoryCopies
 from hybridrl.checkpoint.memory_folders import files_of_host, host_folder, usable
 from hybridrl.checkpoint.writing import Content, ModelFiles
@@ -163,14 +163,14 @@ def copies_of_three_hosts(root: Path) -> None:
     assert usable_steps() == [1]
     for culprit, (moment, fails) in enumerate(MOMENTS.items()):
         folder, before = host_folder(copies._number) / f"step_{step + 1}", step
-        real = HostRing.exchange, json.loads, memory_copies.write_digested, memory_copies.rng_file
+        real = HostRing.exchange, json.loads, begun_copy.write_digested, begun_copy.rng_file
         seal = MemoryCopies.seal
         if rank == culprit % 3:
             fails(folder)
         assert copy(), moment
         HostRing.exchange, json.loads = real[:2]  # type: ignore[method-assign]
         MemoryCopies.seal = seal  # type: ignore[method-assign]
-        memory_copies.write_digested, memory_copies.rng_file = real[2:]
+        begun_copy.write_digested, begun_copy.rng_file = real[2:]
         # The copy before is whole, and is not written over by the next one.
         assert usable_steps()[-1] == before, (moment, usable_steps())
         assert copy(), moment
@@ -246,10 +246,8 @@ MOMENTS = {
     "all before anything is sent": before_exchange(1, remove("*")),
     "what was received": before_seal(remove("rng_*")),
     "what was received, later": before_exchange(2, remove("rng_*")),
-    "a MemoryError while files are written": raise_in(
-        memory_copies, "write_digested", MemoryError()
-    ),
-    "a ValueError where none is expected": raise_in(memory_copies, "rng_file", ValueError("odd")),
+    "a MemoryError while files are written": raise_in(begun_copy, "write_digested", MemoryError()),
+    "a ValueError where none is expected": raise_in(begun_copy, "rng_file", ValueError("odd")),
     "a broken header": raise_in(json, "loads", ValueError("not JSON")),
 }
 

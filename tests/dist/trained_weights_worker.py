@@ -24,7 +24,7 @@ from tiny_models import tiny_model
 from torch.distributed import distributed_c10d
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.checkpoint import optimizer_state
+from hybridrl.checkpoint import parameter_pieces
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.model_state import connect_shares, load_model
@@ -269,13 +269,13 @@ def check_repacking(run: Run) -> None:
 @contextmanager
 def over_devices() -> Iterator[None]:
     """States go to the host by way of a device's memory, as on GPUs, and in many rounds."""
-    ours = optimizer_state._is_gpu, optimizer_state.ROUND_BYTES
-    optimizer_state.ROUND_BYTES = 24_000  # some pieces have more, of others several are in one
-    optimizer_state._is_gpu = lambda device: True
+    ours = parameter_pieces.is_gpu, parameter_pieces.ROUND_BYTES
+    parameter_pieces.ROUND_BYTES = 24_000  # some pieces have more, of others several are in one
+    parameter_pieces.is_gpu = lambda device: True
     try:
         yield
     finally:
-        optimizer_state._is_gpu, optimizer_state.ROUND_BYTES = ours
+        parameter_pieces.is_gpu, parameter_pieces.ROUND_BYTES = ours
 
 
 def check_shares(run: Run, num_bytes: int) -> None:

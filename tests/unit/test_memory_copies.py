@@ -13,7 +13,7 @@ from typing import IO, Any
 import pytest
 from small_runs import small_run
 
-from hybridrl.checkpoint import memory_copies, memory_folders
+from hybridrl.checkpoint import begun_copy, memory_copies, memory_folders
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import (
     Ancestor,
@@ -371,14 +371,14 @@ def test_a_host_without_room_says_so_and_trains(
     if way == "none":
         monkeypatch.setattr(memory_copies, "free_bytes", lambda reserved: 1000)
     else:
-        real = memory_copies.write_digested
+        real = begun_copy.write_digested
 
         def write(file: Path, content: bytes) -> FileEntry:
             if "step_2" in str(file):
                 raise OSError(28, "No space left on device")
             return real(file, content)
 
-        monkeypatch.setattr(memory_copies, "write_digested", write)
+        monkeypatch.setattr(begun_copy, "write_digested", write)
     with small_run(tmp_path, *KNOBS) as trainer:
         trainer.fit()
         assert (
@@ -395,14 +395,14 @@ def test_a_host_without_room_says_so_and_trains(
 def test_a_copy_whose_thread_fails_does_not_count_and_the_good_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = memory_copies.write_digested, dict[int, list[int]]()
+    real, seen = begun_copy.write_digested, dict[int, list[int]]()
 
     def write(file: Path, content: bytes) -> FileEntry:
         if "step_3" in str(file):
             raise MemoryError("no memory")
         return real(file, content)
 
-    monkeypatch.setattr(memory_copies, "write_digested", write)
+    monkeypatch.setattr(begun_copy, "write_digested", write)
     with small_run(tmp_path, *KNOBS, "steps.num_steps=6") as trainer:
         real_seal = trainer.checkpoints.copies.seal
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from hybridrl.checkpoint import optimizer_state
 from hybridrl.checkpoint.fp32_remainders import joined, remainder_of, split_
+from hybridrl.checkpoint.optimizer_kinds import MOMENTS, REMAINDER
+from hybridrl.checkpoint.parameter_pieces import Cut
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.training import staging
-from hybridrl.training.piecewise_adam import MOMENTS, REMAINDER, PiecewiseAdam, packed_bytes
+from hybridrl.training.piecewise_adam import PiecewiseAdam, packed_bytes
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SIZES, FP32_SIZE, SCALE = (1000, 3, 5000, 777, 64), 50, 0.7
@@ -136,7 +138,7 @@ def test_first_moments_are_rounded_to_the_nearest() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_states_of_a_checkpoint_are_found_by_parameter(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
-    cut = optimizer_state._Cut(parameter, {0: slice(0, 4)}, 0)
+    cut = Cut(parameter, {0: slice(0, 4)}, 0)
     described = {parameter: SimpleNamespace(key="a.weight")}
     optimizer = SimpleNamespace(optimizer=torch.optim.AdamW([parameter]))
 
