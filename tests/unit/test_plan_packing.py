@@ -6,12 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape, read_model
+from hybridrl.models.megatron.attention import SharedPrompts
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
@@ -159,3 +161,41 @@ def test_agents_may_fill_a_micro_batch_with_copied_keys(
     config = config_of(256, 512, 16384, *overrides)
     largest = largest_micro_batch(config, shape_of(config), layout)
     assert largest == MicroBatchSize(16384, rows)
+
+
+@pytest.mark.parametrize("per_prompt", [16, 64])
+def test_copies_of_context_parallel_ranks_are_within_the_largest(per_prompt: int) -> None:
+    layout = TrainLayout(2, cp=2)
+    sizes = f"steps.samples_per_prompt={per_prompt}", "train.share_prompts=true"
+    config = config_of(6000, 8, 16384, "steps.prompts_per_step=2", *sizes)
+    largest = largest_micro_batch(config, shape_of(config), layout)
+    count, prefix, own = 2 * per_prompt, 6000, 12  # with padding
+    inputs = ScheduleInputs(
+        lengths=(6008,) * count,
+        groups=tuple(number // per_prompt for number in range(count)),
+        prompt_lengths=(6000,) * count,
+        part_sizes=(count,),
+        num_ranks=1,
+        token_budget=16384,
+        multiple=1,
+        attention_length=attention_length(shape_of(config)),
+        pad_each=4,
+    )
+    most = 0
+    for micro in schedule_samples(inputs)[0]:
+        bounds, prompts = [0], list[int]()
+        for group in sorted({inputs.groups[sample] for sample in micro}):
+            members = [sample for sample in micro if inputs.groups[sample] == group]
+            prompts += [-1, *[len(prompts)] * len(members)]
+            bounds += [bounds[-1] + prefix]
+            bounds += [bounds[-1] + own * number for number in range(1, len(members) + 1)]
+        continued = [0 if prompt < 0 else prefix - 1 for prompt in prompts]
+        rows = bounds[-1] * layout.cp  # each rank gathers all keys
+        for rank in range(layout.cp):
+            shared = SharedPrompts(
+                tuple(bounds), tuple(prompts), tuple(continued), torch.zeros(1), 2, rank
+            )
+            rows += len(shared.keys.index_K)
+        most = max(most, rows)
+    # Shorter prompts copy more rows per position, so the bound is not reached here.
+    assert 0.5 * largest.key_rows < most <= largest.key_rows

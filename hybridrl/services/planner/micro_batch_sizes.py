@@ -168,15 +168,33 @@ def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBat
         return MicroBatchSize(positions, rows)
     if not shares or per_prompt == 1:
         return MicroBatchSize(positions, positions)
-    # Each sample stores the prompt's last token and at least one response token.
-    own = 2 * per_prompt
-    prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - own))
-    num_prompts = min(positions / (prefix + own), share / per_prompt)
-    copied = (per_prompt - 1) * prefix
-    if layout.cp > 1:
-        copied = _key_rows(prefix, per_prompt, 2, layout.cp) - prefix - own
-    copied = min(copied, KEY_ROWS_OF_BUDGET * budget)  # for each unit
-    return MicroBatchSize(positions, positions + ceil(num_prompts * copied))
+    prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - 2 * per_prompt))
+    copied = _most_copied_rows(positions, prefix, per_prompt, share, budget, layout.cp)
+    return MicroBatchSize(positions, layout.cp * (positions + copied))
+
+
+def _most_copied_rows(
+    positions: int, longest: int, per_prompt: int, share: int, budget: int, cp: int
+) -> int:
+    """Returns the largest possible number of rows of keys that a rank copies for shared prompts.
+
+    Args:
+        positions: Number of positions of the micro-batch.
+        longest: Length of the longest shared prompt.
+        per_prompt: Number of samples of each prompt.
+        share: Number of samples of a replica.
+        budget: Maximum number of tokens in a micro-batch.
+        cp: Context-parallel size.
+    """
+    most, found = KEY_ROWS_OF_BUDGET * budget // cp, 0  # most: rows of a unit
+    # Shorter prompts whose units just reach the limit copy more rows per position.
+    for prefix in {longest, max(min(longest, most // per_prompt - 2), 0)}:
+        # Each sample stores the prompt's last token and at least one response token.
+        members = min(per_prompt, most // (prefix + 2))
+        if members > 1:
+            num_units = min(positions / (prefix + 2 * members), share / members)
+            found = max(found, ceil(num_units * _copied_rows(prefix, members, 2, cp)))
+    return found
 
 
 def _most_branch_rows(positions: int, cp: int) -> int:
@@ -255,11 +273,17 @@ def _packed(
 
 
 def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
-    """Returns the rows of keys for `count` samples of `own` positions and their shared prefix."""
+    """Returns the rows of keys for `count` samples of `own` positions and their shared prefix,
+    summed over the ranks of context parallelism.
+    """
+    return cp * (prefix + count * own + _copied_rows(prefix, count, own, cp))
+
+
+def _copied_rows(prefix: int, count: int, own: int, cp: int) -> int:
+    """Returns the rows of keys that a rank adds to those of the positions (see `_key_rows`)."""
     if cp == 1:
-        return count * (prefix + own)
+        return (count - 1) * prefix
     # Each rank gathers all keys, and copies those before the end of each of its two chunks of a
     # sequence. Both ends together are the sequence and one chunk (context_parallel.py).
     ends = 1 + 1 / (2 * cp)
-    copied = ceil(prefix * ends + count * (2 * prefix + own * ends))
-    return cp * (prefix + count * own + copied)
+    return ceil(prefix * ends + count * (2 * prefix + own * ends))

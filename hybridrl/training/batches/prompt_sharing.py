@@ -26,9 +26,11 @@ from hybridrl.training.batches.packing import check_lengths, round_up
 PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
 LEAST_GAIN = 0.1
-# Attention copies the keys and values of a prompt for each sample of its unit (attention.py). A
+# Attention may copy the keys and values of a prompt for each sample of its unit (attention.py). A
 # unit may have at most this many rows of keys per token of the budget (divided by the
-# context-parallel size), so that the copies need less memory than the activations.
+# context-parallel size), so that the copies need less memory than the activations. A
+# context-parallel rank copies the prompt for each of its two chunks of a sample, so it may have
+# twice as many.
 KEY_ROWS_OF_BUDGET = 8
 
 
