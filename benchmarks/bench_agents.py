@@ -4,98 +4,248 @@ sampler on the same engine: the same weights, number of responses and number of 
     python benchmarks/bench_agents.py OUT.json --model benchmarks/models/qwen2.5-0.5b.json
 
 An agent is a session of `--turns` turns. Each turn is a chat completion of `--turn-tokens` tokens,
-which continues the conversation. The plain sampler draws one response of turns x turn tokens for
-each session. Both ways alternate; the first time of each warms up. The weights are random, so
-almost no turn ends early; the tokens that were really sampled are counted.
+which continues the conversation. The weights are random, so almost no turn ends early; the tokens
+that were really sampled are counted. Five ways alternate; the first time of each warms up:
+
+- `plain`: the sampler draws one response of turns x turn tokens for each session, after the prompt
+  with the first question;
+- `long`: the same with a prompt as long as all questions of a session, so that the numbers of
+  prompt tokens are also those of the agents;
+- `turns`: the same conversations as the agents', without agents and endpoint: a loop passes each
+  next turn to the engine immediately;
+- `lean`: agents that send JSON with aiohttp;
+- `openai`: agents with the `openai` SDK.
 
 The result is refused if an episode failed, or if a session did not sample all its turns in one
-conversation. For both ways, it contains the number of engine steps, the share of the time that was
-spent in them, and the processor time of the endpoint. `--profile` prints where the engine's process
-spends its time, in one more repeat of each way.
+conversation. For each way, it contains where the loop that steps the engine spends its time, and
+the processor time of the endpoint and of the agents (agent_times.py). `--profile` prints where the
+engine's process spends its time, in one more repeat of the plain sampler and with lean agents.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import json
 import pstats
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-QUESTION = "Question {turn} of {sample}: how is the weather in Oslo today?"
+from agent_times import LoopTimes, shown
+
+QUESTION = "Question {turn} of {sample}: in Oslo?"  # a token per byte
 CHATML = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QUESTION_TOKENS = 100  # more than a question and the template's text around it have
+AGENT_WAYS = ("lean", "openai")
+WAYS = ("plain", "long", "turns", *AGENT_WAYS)
 
 
 async def talk(task: Any, turns: int, turn_tokens: int) -> float:
-    """Has a conversation of several turns; the agent that is measured."""
-    client, messages = task.client(), []
+    """Has a conversation of several turns; the agent that is measured. The data's column `client`
+    says with which client.
+    """
+    ask = _ask_openai(task) if task.columns.get("client", "openai") == "openai" else _ask_lean(task)
+    messages: list[dict[str, str]] = []
     for turn in range(turns):
         question = QUESTION.format(turn=turn, sample=task.sample)
         messages.append({"role": "user", "content": question})
-        reply = await client.chat.completions.create(
-            model=task.model, messages=messages, max_tokens=turn_tokens
-        )
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        messages.append({"role": "assistant", "content": await ask(messages, turn_tokens)})
     return 1.0
 
 
-def main() -> int:
-    """Measures both ways in turn, and writes one JSON file."""
-    arguments = parse()
+def _ask_openai(task: Any) -> Any:
+    client = task.client()
+
+    async def ask(messages: list[dict[str, str]], turn_tokens: int) -> str:
+        reply = await client.chat.completions.create(
+            model=task.model, messages=messages, max_tokens=turn_tokens
+        )
+        return reply.choices[0].message.content or ""
+
+    return ask
+
+
+def _ask_lean(task: Any) -> Any:
+    import aiohttp
+
+    if not _SHARED:  # a worker process has one event loop
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        _SHARED.append(aiohttp.ClientSession(connector=connector, timeout=timeout))
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+
+    async def ask(messages: list[dict[str, str]], turn_tokens: int) -> str:
+        body = {"model": task.model, "messages": messages, "max_tokens": turn_tokens}
+        url = f"{task.base_url}/v1/chat/completions"
+        async with _SHARED[0].post(url, json=body, headers=headers) as reply:
+            reply.raise_for_status()
+            return (await reply.json())["choices"][0]["message"]["content"] or ""
+
+    return ask
+
+
+_SHARED: list[Any] = []
+
+
+def main(texts: Sequence[str] | None = None) -> int:
+    """Measures all ways in turn, and writes one JSON file."""
+    arguments = parse(texts)
     trainer = make_trainer(arguments)
     trainer.check_engine()
+    measure(trainer, arguments)
+    trainer.close()
+    return 0
+
+
+def measure(trainer: Any, arguments: argparse.Namespace) -> None:
+    """Measures until all repeats are done or the time is over, and writes the result after each
+    repeat.
+    """
+    began = time.perf_counter()
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    episodes = trainer.sampler.episodes
-    if arguments.steps_between_events:
-        episodes._steps_between_events = lambda: arguments.steps_between_events
-    steps, found = EngineSteps(trainer.sampler.engine), dict[str, list[dict[str, float]]]()
-    step = 10**6
-    for repeat in range(arguments.repeats + 1 + arguments.profile):
-        for way in ("agents", "plain"):
-            trainer.sampler.episodes = episodes if way == "agents" else None
-            profile = cProfile.Profile() if repeat > arguments.repeats else None
-            step += 1
-            steps.reset()
-            endpoint_s, worked = endpoint_cpu_s(episodes), time.process_time()
-            began = time.perf_counter()
-            if profile is not None:
-                batch = profile.runcall(trainer.sampler.generate, prompts, step=step)
-            else:
-                batch = trainer.sampler.generate(prompts, step=step)
-            taken = time.perf_counter() - began
-            used = time.process_time() - worked
-            num_tokens = check(batch, way, arguments)
-            if way == "agents":
-                trainer.sampler.score(batch)  # ends the run if an episode failed
-            one = {
-                "seconds": taken,
-                "tokens_per_s": num_tokens / taken,
-                "engine_steps": steps.number,
-                "step_ms": 1000 * steps.seconds / steps.number,
-                "steps_share": steps.seconds / taken,
-                "steps_with_new": steps.number_with_new,
-                "process_cpu_s": used,
-                "endpoint_cpu_s": endpoint_cpu_s(episodes) - endpoint_s,
-            }
-            name = "profiled" if profile else f"repeat {repeat}" if repeat else "warm-up"
-            shown = ", ".join(f"{key} {value:,.4g}" for key, value in one.items())
-            print(f"{way}, {name}: {shown}", flush=True)
-            if profile is not None:
-                for order in ("tottime", "cumulative"):
-                    pstats.Stats(profile, stream=sys.stdout).sort_stats(order).print_stats(40)
-            elif repeat:
+    times = LoopTimes(trainer.sampler.engine, trainer.sampler.episodes)
+    found: dict[str, list[Any]] = {}
+    by_events: dict[int, dict[str, float]] = {}
+    step = itertools.count(10**6)
+
+    def is_late() -> bool:
+        return time.perf_counter() - began > arguments.max_s
+
+    def sweep() -> None:
+        episodes = trainer.sampler.episodes
+        usual = episodes._steps_between_events
+        for number in arguments.events:
+            episodes._steps_between_events = lambda number=number: number
+            by_events[number] = play(trainer, "lean", prompts, next(step), times, arguments)
+            print(f"lean, {number} steps between events: {by_events[number]}", flush=True)
+            if is_late():
+                break
+        episodes._steps_between_events = usual
+
+    for repeat in range(arguments.repeats + 1):
+        for way in arguments.ways:
+            one = play(trainer, way, prompts, next(step), times, arguments)
+            print(f"{way}, {f'repeat {repeat}' if repeat else 'warm-up'}: {one}", flush=True)
+            if repeat:
                 found.setdefault(way, []).append(one)
+        if repeat == 1:
+            sweep()
+        write(found, by_events, arguments)
+        if is_late():
+            break
+    for way in ("plain", "lean") if arguments.profile else ():
+        profile = cProfile.Profile()
+        profile.runcall(play, trainer, way, prompts, next(step), times, arguments)
+        for order in ("tottime", "cumulative"):
+            print(f"{way}, by {order}:")
+            pstats.Stats(profile, stream=sys.stdout).sort_stats(order).print_stats(50)
+
+
+def play(
+    trainer: Any,
+    way: str,
+    prompts: Sequence[Any],
+    step: int,
+    times: LoopTimes,
+    arguments: argparse.Namespace,
+) -> dict[str, float]:
+    """Generates all tokens in one way. Returns its times."""
+    sampler, episodes = trainer.sampler, trainer.sampler.episodes
+    for prompt in prompts:
+        prompt.columns["client"] = way
+    times.begin()
+    if way == "turns":
+        num_tokens = play_turns(trainer, prompts, step, episodes._steps_between_events, arguments)
+        taken = times.end()
+    else:
+        sampler.episodes = episodes if way in AGENT_WAYS else None
+        if way == "long":
+            prompts = [_lengthened(trainer.tokenizer, one, arguments.turns) for one in prompts]
+        batch = sampler.generate(prompts, step=step)
+        taken = times.end()
+        num_tokens = int(batch.response_mask_T.sum())
+        check(batch.num_samples, num_tokens, way, arguments)
+        if way in AGENT_WAYS:
+            sampler.score(batch)  # ends the run if an episode failed
+        sampler.episodes = episodes
+    return {"tokens_per_s": round(num_tokens / taken["seconds"]), **shown(taken)}
+
+
+def play_turns(
+    trainer: Any, prompts: Sequence[Any], step: int, events: Any, arguments: argparse.Namespace
+) -> int:
+    """Has the agents' conversations without agents. Returns the number of sampled tokens."""
+    from hybridrl.rollout.engine import Request, request_seed
+
+    sampler, engine = trainer.sampler, trainer.sampler.engine
+    sampling = replace(sampler.sampling, max_new_tokens=arguments.turn_tokens)
+    num_sessions = arguments.sessions
+    held: dict[int, tuple[int, ...]] = {}
+    num_turns = dict.fromkeys(range(num_sessions), 0)
+    num_tokens = num_done = 0
+
+    def request(sample: int) -> Request:
+        turn = num_turns[sample]
+        held[sample] = held.get(sample, ()) + _question_tokens(trainer.tokenizer, turn, sample)
+        num_turns[sample] += 1
+        number = step * 10**4 + turn * num_sessions + sample
+        seed = request_seed(sampler.seed, step, sample, turn)
+        return Request(number, held[sample], seed, sampling)
+
+    engine.submit([request(sample) for sample in range(num_sessions)])
+    waiting: list[int] = []
+    num_steps = 0
+    while num_done < num_sessions:
+        engine.step()
+        for done in engine.collect():
+            sample = (done.request_id - step * 10**4) % num_sessions
+            held[sample] += done.tokens
+            num_tokens += len(done.tokens)
+            if num_turns[sample] < arguments.turns:
+                waiting.append(sample)
+            else:
+                num_done += 1
+        num_steps += 1
+        if waiting and (num_steps % events() == 0 or not engine.has_unfinished):
+            engine.submit([request(sample) for sample in waiting])
+            waiting = []
+    check(num_sessions, num_tokens, "turns", arguments)
+    return num_tokens
+
+
+def _question_tokens(tokenizer: Any, turn: int, sample: int) -> tuple[int, ...]:
+    """Returns the tokens of a question and of the template's text around it."""
+    text = QUESTION.format(turn=turn, sample=sample)
+    text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    between = f"\n{text}" if turn else text
+    return tuple(tokenizer(between, add_special_tokens=False)["input_ids"])
+
+
+def _lengthened(tokenizer: Any, prompt: Any, turns: int) -> Any:
+    """Returns a prompt with the tokens of `turns` questions."""
+    tokens: tuple[int, ...] = ()
+    for turn in range(turns):
+        tokens += _question_tokens(tokenizer, turn, int(prompt.tokens[-1]))
+    return replace(prompt, tokens=prompt.tokens + tokens[len(prompt.tokens) :])
+
+
+def write(
+    found: dict[str, list[Any]],
+    by_events: dict[int, dict[str, float]],
+    arguments: argparse.Namespace,
+) -> None:
+    """Writes and prints the medians, and writes all repeats."""
     rates = {
         way: statistics.median(one["tokens_per_s"] for one in repeats)
         for way, repeats in found.items()
@@ -106,64 +256,26 @@ def main() -> int:
         "sessions": arguments.sessions,
         "turns": arguments.turns,
         "turn_tokens": arguments.turn_tokens,
-        "steps_between_events": arguments.steps_between_events or "default",
-        "repeats": {
-            way: [{name: float(f"{value:.5g}") for name, value in one.items()} for one in repeats]
-            for way, repeats in found.items()
+        "workers": arguments.workers,
+        "tokens_per_s": rates,
+        "share_of_plain": {
+            way: round(rate / rates["plain"], 3) for way, rate in rates.items() if "plain" in rates
         },
-        "agents_to_plain": round(rates["agents"] / rates["plain"], 3),
+        "tokens_per_s_by_steps_between_events": {
+            number: one["tokens_per_s"] for number, one in by_events.items()
+        },
+        "repeats": found,
+        "by_steps_between_events": by_events,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result), flush=True)
-    trainer.close()
-    return 0
+    print(json.dumps(dict([*result.items()][:-2])), flush=True)
 
 
-class EngineSteps:
-    """Counts and times the steps of an engine."""
-
-    def __init__(self, engine: Any) -> None:
-        self.reset()
-        self._step, self._submit = engine.step, engine.submit
-        engine.step, engine.submit = self._timed, self._noted
-
-    def reset(self) -> None:
-        self.number, self.seconds, self.number_with_new, self._has_new = 0, 0.0, 0, False
-
-    def _timed(self) -> Any:
-        began = time.perf_counter()
-        found = self._step()
-        self.seconds += time.perf_counter() - began
-        self.number += 1
-        self.number_with_new += self._has_new
-        self._has_new = False
-        return found
-
-    def _noted(self, requests: Any) -> Any:
-        self._has_new |= bool(requests)
-        return self._submit(requests)
-
-
-def endpoint_cpu_s(episodes: Any) -> float:
-    """Returns the processor time of the process that serves the endpoint; 0 if it has none."""
-    import psutil
-
-    number = getattr(episodes._host, "process_id", None)
-    if number is None:
-        return 0.0
-    times = psutil.Process(number).cpu_times()
-    return float(times.user + times.system)
-
-
-def check(batch: Any, way: str, arguments: argparse.Namespace) -> int:
-    """Returns the number of sampled tokens, after checking that every session has sampled them in
-    one conversation.
-    """
-    num_tokens = int(batch.response_mask_T.sum())
+def check(num_sequences: int, num_tokens: int, way: str, arguments: argparse.Namespace) -> None:
+    """Ends the benchmark unless every session has sampled its tokens in one conversation."""
     full = arguments.sessions * arguments.turns * arguments.turn_tokens
-    if batch.num_samples != arguments.sessions or not 0.97 * full <= num_tokens <= full:
-        sys.exit(f"{way}: {batch.num_samples} sequences with {num_tokens} tokens, not {full}")
-    return num_tokens
+    if num_sequences != arguments.sessions or not 0.97 * full <= num_tokens <= full:
+        sys.exit(f"{way}: {num_sequences} sequences with {num_tokens} tokens, not {full}")
 
 
 def make_trainer(arguments: argparse.Namespace) -> Any:
@@ -223,7 +335,7 @@ def make_tokenizer(vocab_size: int, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def parse() -> argparse.Namespace:
+def parse(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="JSON file with the shapes")
@@ -234,14 +346,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes of the agents")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
-        "--steps-between-events",
+        "--events",
         type=int,
-        default=0,
-        help="engine steps between two exchanges of requests; 0 follows the usual rule",
+        nargs="*",
+        default=[],
+        metavar="STEPS",
+        help="engine steps between two exchanges of requests, to compare with the usual rule",
     )
-    parser.add_argument("--profile", action="store_true", help="print profiles at the end")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY")
+    parser.add_argument(
+        "--max-s", type=float, default=600.0, help="nothing but the profile begins later"
+    )
+    parser.add_argument("--profile", action="store_true", help="print a profile at the end")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    return parser.parse_args()
+    return parser.parse_args(texts)
 
 
 if __name__ == "__main__":
