@@ -149,7 +149,8 @@ def test_openenv_gives_the_sum_of_the_rewards(tmp_path: Path) -> None:
         server.wait()
 
 
-@pytest.mark.parametrize(("client", "task_set"), [("chat", "glossary"), ("tokens", "reverse_text")])
+@pytest.mark.parametrize("client", ["chat", "tokens"])
+@pytest.mark.parametrize("task_set", ["glossary", "reverse_text"])
 def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str, task_set: str) -> None:
     """The environment also contains these task sets from verifiers' repository."""
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 3}
@@ -158,6 +159,8 @@ def test_a_task_set_of_verifiers_runs_unchanged(tmp_path: Path, client: str, tas
     if client == "tokens":
         tokenizer_of("qwen3").save_pretrained(tmp_path / "tokenizer")
         more = {"client": client, "tokenizer": str(tmp_path / "tokenizer")}
+        if task_set == "glossary":  # it has tools, which the default renderer does not know
+            more["renderer"] = {"name": "qwen3"}
     task = {"idx": 0, "prompt": "Say something.", "answer": "first computer programmer"}
     with playing(tmp_path, "verifiers", env=env, **more) as play:
         report, result = play(f"{task_set} 0", task=task)
