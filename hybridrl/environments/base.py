@@ -1,8 +1,7 @@
-"""Defines the interface of environments, which receive a prompt and respond to each turn of the
-policy. Does not import torch.
+"""Interface of environments, which respond to each turn of the policy. Does not import torch.
 
-Owns the protocol, and the checks of values that users' environments return. Every return value is
-converted to a valid `Turn`, or to a ScorerFailure that explains the mistake.
+What users' environments return is converted to a valid `Turn`, or to a ScorerFailure that explains
+the mistake.
 """
 
 from __future__ import annotations
@@ -54,16 +53,10 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Any, columns: Mapping[str, object]) -> Observation:
-        """Starts an episode. Returns the observation that the policy reads after the prompt, or
-        None.
+        """Starts an episode. Returns text or token ids that the policy reads after the prompt.
 
-        The observation must be a text or token ids, because the prompt has already opened the
-        policy's turn.
-
-        Args:
-            prompt: Prompt from the data row: a text, or chat messages.
-            columns: Other columns of the data row, plus `rendered_prompt`, the text that the policy
-                read.
+        None for nothing. The prompt has already opened the policy's turn. `columns` are the other
+        columns of the data row, plus `rendered_prompt`, the text that the policy read.
         """
 
     def step(self, tokens: Sequence[int], text: str) -> Turn | tuple[Observation, float, bool]:
@@ -80,10 +73,8 @@ class Environment(Protocol):
 class EnvironmentCall:
     """A call to an environment: `reset` if there are no actions, else `step` with the last action.
 
-    Args:
-        key: Identity of the response, unique among unfinished responses. If None, the call closes
-            all environments.
-        actions: Tokens and text of each turn so far.
+    `key` identifies the response among unfinished ones; None closes all environments. `actions`
+    are the tokens and the text of each turn so far.
     """
 
     key: tuple[int, int] | None

@@ -34,9 +34,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
 
 
 class Calculator(ToolEnvironment):
-    """Environment with the tool `calculate(expression)`. Arguments are the same as in
-    ToolEnvironment.
-    """
+    """Environment with the tool `calculate(expression)`; arguments as in ToolEnvironment."""
 
     runs = "here"  # runs in the rank's process, because a calculation cannot hang
 

@@ -29,11 +29,9 @@ def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 class ObservationEncoder:
-    """Converts observations to tokens.
+    """Converts observations to tokens below `vocab_size`.
 
-    Args:
-        vocab_size: Vocabulary size of the model, which bounds token ids.
-        stop_token_ids: Tokens that can end a turn of the policy.
+    `stop_token_ids` can end a turn of the policy.
     """
 
     def __init__(
@@ -78,9 +76,7 @@ class ObservationEncoder:
             return ScorerFailure(got, "a text that the tokenizer can encode")
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Returns the text that the chat template renders for the messages: from the stop token of
-        the previous turn (excluded) to the start of the policy's next turn.
-        """
+        """Returns the template's text after the last stop token, up to the policy's next turn."""
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
         safe = [{**part, "content": self._harmless(part["content"])} for part in messages]
         try:
@@ -103,8 +99,7 @@ class ObservationEncoder:
     def _harmless(self, content: str) -> str:
         """Returns a message's content with a space inserted into each control token.
 
-        Without these spaces, the output of a tool could end the message and start a message with
-        another role.
+        Otherwise the output of a tool could start a message with another role.
         """
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")

@@ -1,6 +1,4 @@
-"""Parses tool calls in the formats of several models, with one class per format. Does not import
-torch.
-"""
+"""Parses tool calls in the formats of several models, one class each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ class Hermes:
     """
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the tool calls. `error` is set for a call that is not a JSON object or lacks a
-        closing tag.
-        """
+        """Returns the calls; `error` is set for one that is no JSON object or lacks its end."""
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
     def observation(self, results: Sequence[str]) -> Observation:

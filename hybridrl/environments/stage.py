@@ -1,5 +1,4 @@
-"""Runs the environments of unfinished responses, either in this process or in separate processes
-that can be killed.
+"""Runs the environments of unfinished responses, here or in processes that can be killed.
 
 A stage contains one environment per response. Every call contains all turns so far, so a stage can
 recreate an environment and repeat its turns. Killing a process therefore loses nothing, and a run

@@ -46,9 +46,7 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> list[UserError]:
-    """Returns the errors in the config section `environment`. An environment that runs in the
-    rank's process is created once to find errors.
-    """
+    """Returns the errors in the section `environment`; creates one that runs in the process."""
     if config.name is None:
         return []
     try:
@@ -62,9 +60,7 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
 
 
 def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
-    """Yields errors for knobs that were changed although they only apply to environments in
-    separate processes.
-    """
+    """Yields errors for knobs that apply only to environments in separate processes."""
     for knob in ("timeout_s", "workers"):
         value = getattr(config, knob)
         if value != EnvironmentConfig.model_fields[knob].get_default():
@@ -77,9 +73,7 @@ def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
 
 
 def observes_messages(config: EnvironmentConfig) -> bool:
-    """Whether the configured environment returns messages as observations, which require a chat
-    template. False for a user's class, because its observations are not known in advance.
-    """
+    """Whether observations are messages, which need a template; unknown for a user's class."""
     return config.name in ENVIRONMENTS and config.options.get("parser", "hermes") == "hermes"
 
 

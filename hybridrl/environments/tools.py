@@ -1,11 +1,8 @@
-"""Environment that runs tools: Python functions that the policy calls in its turns. Does not import
-torch.
+"""Environment that runs tools: Python functions that the policy calls in its turns. No torch.
 
-A turn without a tool call is the final answer and ends the response. The config section `reward`
-defines how the response is scored. If the policy makes a mistake (a call that cannot be parsed, an
-unknown tool, or arguments that the tool rejects), the policy reads the error as the result of the
-call. The metric `environment/tool_errors` counts such mistakes; they are not failures of the
-environment.
+A turn without a tool call is the final answer, which the section `reward` scores. The policy reads
+its mistakes (a call that cannot be parsed, an unknown tool, or arguments that the tool rejects) as
+results. The metric `environment/tool_errors` counts them; they are no failures of the environment.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ class ToolEnvironment:
         tools: Functions by the name that the policy uses, or a list of dotted paths
             `package.module:function`. Functions from a list keep their own names.
         parser: Name in PARSERS, dotted path `package.module:Class`, or parser object.
-        parser_options: Keyword arguments for the parser.
         max_characters: Maximum length of one result. A longer result is cut off and marked.
 
     Raises:
@@ -88,11 +84,10 @@ class ToolEnvironment:
 
 
 def find(path: str, key: str) -> Any:
-    """Returns the object to which a dotted path `package.module:name` refers.
+    """Returns what a dotted path `package.module:name` refers to.
 
     Raises:
-        UserError: The object does not exist, or cannot be called. The error names the configuration
-            key.
+        UserError: It does not exist, or cannot be called; names the configuration key.
     """
     try:
         found = imported(path)

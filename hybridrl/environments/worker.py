@@ -1,6 +1,4 @@
-"""Entry point of a stage's process: reads calls and writes the environments' answers, both as JSON.
-Does not import torch.
-"""
+"""Entry point of a stage's process: answers calls, both as JSON. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Measures the offset between this rank's clock and rank 0's clock by pings over gloo.
 
-Who waits for whom: every rank calls `clock_offset`. Rank 0 answers the pings from one rank at a
-time, while the other ranks wait for their turn.
+Every rank calls `clock_offset`; rank 0 answers the pings from one rank at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +16,10 @@ PINGS = 16  # Only the fastest ping is used: it waited neither for its turn nor 
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:
-    """Returns how many seconds rank 0's clock is ahead of this rank's clock, and the largest
-    possible error of this offset.
+    """Returns the seconds by which rank 0's clock is ahead of `now`, and the largest error.
 
-    The method assumes that rank 0 reads its clock halfway through the round trip (Cristian 1989,
-    "Probabilistic clock synchronization", eq. 1). The error is therefore at most half of the round
-    trip.
-
-    Args:
-        now: Function that reads this rank's clock.
+    Assumes that rank 0 reads its clock halfway through the round trip (Cristian 1989,
+    "Probabilistic clock synchronization", eq. 1), so the error is at most half of it.
     """
     group, time_1 = world.cpu_group, torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:

@@ -50,9 +50,7 @@ def latest_calls() -> list[Call]:
 def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]]) -> list[Call]:
     """Returns the unfinished calls and the last call in each group.
 
-    Args:
-        entries: Entries of the recorder's JSON, oldest first.
-        ranks: Ranks in each existing group, by the name that torch gave the group.
+    `entries` are the recorder's JSON, oldest first; `ranks` those of each group by torch's name.
     """
     found: dict[tuple[str, bool, int], Call] = {}
     last: dict[str, int] = {}  # sequence number of each group's last collective
@@ -95,16 +93,12 @@ def _text(entry: dict[str, Any]) -> str:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Returns the groups as a copy of torch's list, because another thread may be creating a
-    group.
-    """
+    """Returns a copy of torch's groups, because another thread may be creating one."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def _dumps() -> list[Callable[[bool, bool], str]]:
-    """Returns the dump functions of all recorders in this version of torch. NCCL has a separate
-    recorder.
-    """
+    """Returns the dump functions of all recorders in this torch; NCCL has a separate one."""
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     library = vars(torch._C._distributed_c10d)
     return [library[name] for name in names if name in library]

@@ -1,5 +1,4 @@
-"""Raises a rank's limit on open files, and computes how many files its process groups need. Does
-not import torch.
+"""Raises a rank's limit on open files, and computes how many its groups need. No torch.
 
 A gloo group of n ranks needs n + 3 file descriptors on each rank: one per peer (n - 1), one to
 listen, and three for its thread. On CPU, all groups use gloo. On GPUs, only the groups of `World`
@@ -27,13 +26,9 @@ def raise_limit() -> None:
 
 
 def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> int:
-    """Returns the number of file descriptors that rank 0 needs. Rank 0 needs the most, because it
-    also serves the job's store.
+    """Returns how many descriptors rank 0 needs, the most, because it also serves the store.
 
-    Args:
-        layouts: Layouts of the meshes. Each mesh may contain all ranks or only some; a rank may be
-            in all meshes.
-        is_cpu: Whether the job runs on CPU, where gloo also transfers tensors.
+    Each mesh of `layouts` may contain all ranks or only some; a rank may be in all meshes.
     """
     groups = [world_size] * (
         2 if is_cpu else 1

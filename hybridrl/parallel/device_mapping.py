@@ -42,10 +42,9 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMapping:
-    """Calls the CUDA driver for one device.
+    """Calls the CUDA driver for one device, once in each method.
 
-    Each method makes one driver call. It raises torch.OutOfMemoryError if the device has no memory
-    left, and RuntimeError with the driver's error code for any other failure.
+    Raises torch.OutOfMemoryError, or RuntimeError with the driver's code for other failures.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,9 @@
 """Moves token columns and blobs from the ranks that produced samples to the ranks that need them.
 
-Every rank has the tables that list which ranks hold which samples, so every rank can compute all
-senders and receivers without communication. Each rank that lacks a sample receives it once. If
-several ranks have a sample, they share the work of sending it. Columns stay on the host and are
-sent over gloo, because NCCL would need device memory for each pair of ranks, and an engine on the
-same GPU leaves no memory free (docs/adr/0007-sample-exchange.md).
+Every rank knows which ranks hold which samples, so senders and receivers need no communication.
+Each rank that lacks a sample receives it once. Ranks that have the same sample share the work of
+sending it. Columns stay on the host and are sent over gloo, because NCCL would need device memory
+for each pair of ranks, which an engine leaves none of (docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
@@ -29,17 +28,14 @@ B = TypeVar("B", bound=RolloutBatch)
 
 
 class Route:
-    """Moves columns of a fixed set of samples from the ranks that have them to the ranks that want
-    them.
+    """Moves columns of samples from the ranks that have them to the ranks that want them.
 
     Args:
         lengths_B: Number of tokens in each sample.
-        have_BW: Whether each rank has each sample's values, (B, W) bool. At least one rank must
-            have each wanted sample.
-        want_BW: Whether each rank wants each sample's values, (B, W) bool.
-        rows_H: Samples in the columns that this rank passes to the route, ascending. They may
-            include more samples than `have_BW` lists for this rank. If None, they are exactly the
-            samples that `have_BW` lists.
+        have_BW, want_BW: Whether each rank has, and wants, each sample's values, (B, W) bool. At
+            least one rank must have each wanted sample.
+        rows_H: Samples in this rank's columns, ascending, which may be more than in `have_BW`. If
+            None, they are exactly these.
     """
 
     def __init__(
@@ -63,9 +59,8 @@ class Route:
     def __call__(self, column_T: Tensor, num_rows_B: Tensor | None = None) -> Tensor:
         """Returns the column for the samples that this rank wants, in sample order.
 
-        Args:
-            column_T: Values for the samples that this rank has, (T,) or (T, K), on the CPU.
-            num_rows_B: Number of rows per sample in the column. If None, one row per token.
+        `column_T` has values of this rank's samples, (T,) or (T, K), on the CPU: by default one
+        row per token, or `num_rows_B` per sample.
         """
         rows_B = self._lengths_B if num_rows_B is None else num_rows_B.numpy()
         if not self.moves and len(self._kept) == len(self._rows):
@@ -95,8 +90,7 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
     """Returns the batch after moving the tokens of each sample to exactly the ranks that want them.
 
     Args:
-        want_BW: Whether each rank wants each sample, (B, W) bool. At least one rank must want each
-            sample.
+        want_BW: Whether each rank wants each sample, (B, W) bool, at least one rank each.
         num_parts: See `Holders`.
     """
     wanted = Holders(want_BW, world, num_parts)

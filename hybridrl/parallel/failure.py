@@ -1,9 +1,8 @@
-"""Writes and reads the files in which a failed rank reports its error to the launcher.
+"""Writes and reads the files in which a failed rank reports its error to the launcher. No torch.
 
-The files are next to the rank's log: `rank_N.error` contains the failure as JSON, and
-`rank_N.running` exists until the rank has finished its command. The environment variable LOG_DIR
-names the folder. The launcher sets LOG_DIR; under torchrun, the command sets it. Without LOG_DIR,
-no files are written and all reports are printed to stderr. Does not import torch.
+In the folder LOG_DIR (an environment variable), `rank_N.error` contains the failure as JSON, and
+`rank_N.running` exists until the rank has finished its command. The launcher sets LOG_DIR; under
+torchrun, the command sets it. Without LOG_DIR, reports are printed to stderr.
 """
 
 from __future__ import annotations
@@ -32,13 +31,9 @@ Kind = Literal["mistake", "error", "peer", "lost"]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, died or does not respond. The error message of that rank, if any, is in
-    its log.
+    """Another rank, `culprit` if known, failed, died or does not respond; see its log.
 
-    Args:
-        message: Message that names the rank.
-        culprit: The rank that caused the failure, if known.
-        is_lost: Whether the job has declared the rank lost, so that all ranks know about it.
+    `is_lost` says whether the job has declared the rank lost, so that all ranks know about it.
     """
 
     def __init__(self, message: str, culprit: int | None = None, is_lost: bool = False) -> None:
@@ -51,7 +46,6 @@ class Failure:
     """Reason why a rank ended.
 
     Args:
-        message: Message without a traceback.
         culprit: The rank that caused the failure, if it is another rank.
         trace: Traceback; empty if there is none.
         time: Time of the failure, in seconds since the epoch.
@@ -95,12 +89,7 @@ def is_launched() -> bool:
 
 
 def rank_file(suffix: str, rank: int | None = None) -> Path | None:
-    """Returns the path of one of a rank's files; None if LOG_DIR is not set.
-
-    Args:
-        suffix: Ending of the file's name, for example ".log".
-        rank: Rank that the file belongs to; this rank if None.
-    """
+    """Returns the path of a rank's file, by default this rank's; None if LOG_DIR is not set."""
     if LOG_DIR not in os.environ:
         return None
     number = os.environ["RANK"] if rank is None else rank
@@ -110,8 +99,7 @@ def rank_file(suffix: str, rank: int | None = None) -> Path | None:
 def begin() -> None:
     """Creates this rank's `.running` file, which `end` removes.
 
-    The file reveals a process that ends early with exit code 0, for example because user code
-    called os._exit.
+    It reveals a process that ends early with exit code 0, for example by os._exit.
     """
     if is_launched() and (file := rank_file(RUNNING)) is not None:
         with contextlib.suppress(OSError):  # the disk is full

@@ -40,9 +40,7 @@ DYING_S = 0.5
 
 @dataclass
 class Agreement:
-    """Values that ranks exchange at the end of `World.all_agree`: this rank's `value`, and the
-    `values` of all ranks.
-    """
+    """Values at the end of `World.all_agree`: this rank's, and those of all ranks."""
 
     value: Any = None
     values: list[Any] = field(default_factory=list)
@@ -92,17 +90,13 @@ class World:
     def count_groups_alike(self) -> None:
         """Sets torch's counter of process groups to the same value on all ranks.
 
-        The counters differ after only some ranks have created a group. Torch derives group names
-        from this counter, and ranks find each other by group name.
+        Groups of only some ranks make it differ, and ranks find each other by names from it.
         """
         counted = dist.distributed_c10d._world
         counted.group_count = max(self.gather_objects(counted.group_count))
 
     def forget_stop(self) -> None:
-        """Ignores all signals received so far.
-
-        All ranks must call it at the same point between other collectives.
-        """
+        """Ignores all signals received so far; all ranks call it between the same collectives."""
         self.heartbeat.forget_stop()
         self.stop_signal = 0
 
@@ -161,8 +155,7 @@ class World:
         received_W: Sequence[int],
         sent_W: Sequence[int],
     ) -> None:
-        """Fills `received` with the parts that all ranks send to this rank, in rank order; over
-        gloo.
+        """Fills `received` with the parts from all ranks, in rank order; over gloo.
 
         Args:
             received, sent: CPU tensors, split along their first dimension.
@@ -184,14 +177,9 @@ class World:
             self.heartbeat.wait(work, what)
 
     def exchange_objects(self, sent: Mapping[int, Any]) -> list[Any]:
-        """Returns the (picklable) objects that all ranks send to this rank, in rank order; over
-        gloo.
+        """Returns the (picklable) objects from all ranks, in rank order, None for none; over gloo.
 
-        The entry for a rank that sends nothing is None. Objects are sent directly to their
-        receivers.
-
-        Args:
-            sent: Objects by receiving rank.
+        `sent` has objects by receiving rank; they are sent directly.
 
         Raises:
             PeerError: A rank is lost, has died or does not arrive.
@@ -207,8 +195,7 @@ class World:
         return [unpack(part) for part in received.split(lengths)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns the (picklable) `value` of every rank, in rank order; over gloo on every
-        platform.
+        """Returns the (picklable) `value` of every rank, in rank order; over gloo.
 
         NumPy arrays are sent without pickling.
 
@@ -250,11 +237,9 @@ class World:
         return dead
 
     def arrive(self, what: str) -> None:
-        """Waits until all ranks have arrived. Call it before a collective with a timeout if one
-        rank's preceding work may take much longer than another's.
+        """Waits until all ranks have arrived, before a collective with a timeout.
 
-        Args:
-            what: Name of the preceding work, for messages.
+        Call it if one rank's preceding work (`what`) may take much longer than another's.
 
         Raises:
             PeerError: A rank is lost, has died or does not arrive.
@@ -265,8 +250,7 @@ class World:
 
     @contextlib.contextmanager
     def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
-        """Context manager for work that may fail on some ranks: after its block, either all ranks
-        continue or all ranks raise an error.
+        """Lets all ranks continue after its block, or all ranks raise an error.
 
         Each rank may set the agreement's `value`. After the block, `values` contains the values of
         all ranks.
@@ -284,8 +268,7 @@ class World:
                 because a library reads or writes files between them.
 
         Raises:
-            UserError: At least one rank raised a UserError. A rank without a UserError of its own
-                raises the UserError of the first rank that has one.
+            UserError: This rank's own, or that of the first rank that raised one.
             PeerError: Another rank raised a different error, or did not arrive.
         """
         agreement, error = Agreement(), None
@@ -336,9 +319,7 @@ class World:
 
     @contextlib.contextmanager
     def _explained(self, what: str, room: WaitingRoom | None = None) -> Iterator[None]:
-        """Context manager: if a collective fails, raises a PeerError that names the work and the
-        failed rank.
-        """
+        """Raises a PeerError that names the work and the failed rank if a collective fails."""
         try:
             yield
         except PeerError:
@@ -359,9 +340,8 @@ class World:
     ) -> list[Any]:
         """Returns the unpacked values of all ranks.
 
-        If no rank has a value, one collective with 8 bytes per rank is enough. If only one rank has
-        a value, a broadcast follows. The upper bits of the exchanged sizes contain the signal that
-        asks a rank to stop.
+        One collective with 8 bytes per rank, then a broadcast for a single value. The upper bits of
+        the sizes contain the signal that asks a rank to stop.
         """
         group = self._cpu_group
 
@@ -396,12 +376,10 @@ def _line(error: Exception) -> str:
 def same_on_all_ranks(
     world: World, what: str, value: str, ranks: Collection[int] | None = None
 ) -> None:
-    """Checks that `value` (for example the hash of a schedule) is equal on all `ranks`. Collective:
-    all ranks of the world call it.
+    """Checks that `value` (such as the hash of a schedule) is equal on all `ranks`; collective.
 
     Raises:
-        RuntimeError: The value on some ranks, which the message names, differs from the value on
-            the first rank.
+        RuntimeError: The value on some ranks, which the message names, differs from the first's.
     """
     values: Sequence[str] = world.gather_objects(value)
     first, *others = sorted(range(world.size) if ranks is None else ranks)

@@ -65,13 +65,11 @@ class Heartbeat:
         watch: Object that examines the heartbeats. Only its verdict on rank 0 counts.
 
     Attributes:
-        group: Default process group to which the heartbeat belongs.
         phase: Function that returns the current phase of the step; may be replaced.
         run_folder: Folder for reports of hangs; None if there is none.
         verdict: Reason why all ranks must end; None if there is none.
-        stop_signal: Number of the signal that asked some rank to save and stop; 0 if none. Ranks
-            learn about the signal at different times, whereas `World.stop_signal` changes at the
-            same point on all ranks.
+        stop_signal: Number of the signal that asked some rank to save and stop; 0 if none. Unlike
+            `World.stop_signal`, it changes at different times on different ranks.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -140,11 +138,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Context manager: names the work of its block, so that heartbeats can report it.
-
-        Args:
-            is_unbounded: Whether the block's collectives have no timeout.
-        """
+        """Names the work of its block for heartbeats; `is_unbounded` if it has no timeout."""
         self._parts.append(what)
         before = self._within_since
         if is_unbounded:
@@ -166,7 +160,6 @@ class Heartbeat:
         """Waits for a gloo collective without a timeout, as long as all ranks are alive.
 
         Args:
-            work: Started collective.
             what: Name of the work that precedes the collective, for messages.
             group: Name of the collective's group. Collectives are counted per group, on members
                 only.
@@ -247,10 +240,7 @@ class Heartbeat:
         return self._is_complete
 
     def forget_stop(self) -> None:
-        """Ignores all signals that this or other ranks have received so far.
-
-        Heartbeats of other ranks may still contain such signals for a while.
-        """
+        """Ignores all signals that any rank has received so far, also in later heartbeats."""
         self._stop_epoch += 1
         self.stop_signal = 0
 
@@ -261,9 +251,7 @@ class Heartbeat:
             self.stop_signal = found
 
     def _read_verdict(self) -> Verdict | None:
-        """Returns the verdict that rank 0 has published, if any, and confirms to rank 0 that it was
-        read.
-        """
+        """Returns the verdict that rank 0 has published, if any, and confirms that it was read."""
         assert self._store is not None
         verdict, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
         self._first = Beat.from_json(first)
@@ -279,7 +267,7 @@ class Heartbeat:
     def _judge(self) -> Verdict | None:
         """Examines all heartbeats, reports hangs, and publishes a verdict if one is reached.
 
-        While rank 0 sends heartbeats, its deputy only records heartbeats.
+        While rank 0 sends heartbeats, its deputy only records them.
         """
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
@@ -326,10 +314,9 @@ class Heartbeat:
         self._write_stacks(silent)
 
     def _write_stacks(self, silent: Sequence[int]) -> None:
-        """Writes this rank's stacks to its log.
+        """Writes this rank's stacks to its log, and makes silent ranks of its host write theirs.
 
-        On each host, the first rank that sends heartbeats also sends STACKS_SIGNAL to silent ranks.
-        The signal works even if their interpreters are blocked.
+        The signal to them works even if their interpreters are blocked.
         """
         print_stacks()
         if any(rank < self._rank for rank in self._host_peers if rank not in silent):
@@ -355,16 +342,12 @@ class Heartbeat:
             time.sleep(POLL_S)
 
     def _accept(self, verdict: Verdict) -> None:
-        """Writes this rank's stacks to its log, and then sets `verdict`, so that the main thread
-        sees it.
-        """
+        """Writes this rank's stacks to its log, and then sets `verdict` for the main thread."""
         self._write_stacks([] if verdict.culprit is None else [verdict.culprit])
         self.verdict = verdict
 
     def _guard(self) -> None:
-        """Ends the process after a verdict, or if the store stops responding; runs in the second
-        thread.
-        """
+        """Ends the process after a verdict, or if the store is silent; runs in the second thread."""
         every_s = min(1.0, BEAT_S)
         num_answers, silent = 0, 0
         while not self._ending.wait(every_s):
@@ -402,13 +385,9 @@ class Heartbeat:
 
 
 def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
-    """Returns this process's heartbeat for the default process group, and starts it if necessary.
+    """Returns this process's heartbeat for the default group, started if needed; collective.
 
-    Collective over the group.
-
-    Args:
-        timeout_s: Timeout of collectives; see `Watch.collective_timeout_s`.
-        stall_timeout_s: See `Watch`.
+    See `Watch` for the timeouts.
     """
     store = dist.distributed_c10d._get_default_store()
     watch = Watch(BEAT_S, SILENT_S, timeout_s, stall_timeout_s)
@@ -439,8 +418,7 @@ def leave() -> None:
 
 
 def is_done_within(work: dist.Work, seconds: float) -> bool:
-    """Waits at most `seconds` for a gloo collective. Returns whether it is done; raises if it
-    failed.
+    """Waits at most `seconds` for a gloo collective; whether it is done. Raises if it failed.
 
     An unfinished collective remains usable.
     """

@@ -19,12 +19,7 @@ class LocalGpu:
 
 
 class Host(NamedTuple):
-    """The GPUs of this host.
-
-    Attributes:
-        gpu: GPU with the least memory; None if unknown.
-        names: Names of all GPUs; None if unknown.
-    """
+    """The GPUs of this host: the one with the least memory, and all names; None if unknown."""
 
     num_gpus: int = 0
     gpu: LocalGpu | None = None
@@ -53,10 +48,7 @@ def local_host() -> Host:
 
 
 def smallest_local_gpu() -> LocalGpu | None:
-    """Returns the GPU with the least memory among those that torch can use.
-
-    Returns None if there is no such GPU, or if nvidia-smi does not report its memory.
-    """
+    """Returns the GPU with the least memory among those that torch can use; None if unknown."""
     if num_local_gpus() == 0:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -71,12 +63,11 @@ def smallest_local_gpu() -> LocalGpu | None:
 
 
 def local_gpu_names() -> tuple[str, ...] | None:
-    """Returns the names of the GPUs that torch can use, in the order in which torch numbers them.
+    """Returns the names of the GPUs that torch can use, in torch's order; None if unknown.
 
-    Returns None if there is no GPU, or if this order is unknown. nvidia-smi numbers GPUs by their
-    PCI bus. CUDA does the same if CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it numbers the fastest
-    GPU first. Without that setting, if the GPU models differ, the order is known only if
-    CUDA_VISIBLE_DEVICES lists UUIDs.
+    nvidia-smi numbers GPUs by their PCI bus. CUDA does the same if CUDA_DEVICE_ORDER=PCI_BUS_ID;
+    otherwise it numbers the fastest GPU first. Without that setting, if the GPU models differ, the
+    order is known only if CUDA_VISIBLE_DEVICES lists UUIDs.
     """
     if num_local_gpus() == 0:
         return None
@@ -95,10 +86,7 @@ def local_gpu_names() -> tuple[str, ...] | None:
 
 
 def queried(*keys: str) -> list[list[str]]:
-    """Queries nvidia-smi (--query-gpu) and returns the values of `keys` for each GPU on this host.
-
-    Returns an empty list if nvidia-smi fails.
-    """
+    """Returns nvidia-smi's values (--query-gpu) of each GPU on this host; [] if it fails."""
     try:
         output = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"],

@@ -16,11 +16,8 @@ class IdleClock:
     """Measures for how long none of the counters of a rank's work has changed.
 
     If `look` is not called for a while, because the process was stopped or its interpreter was
-    blocked, this time counts as at most two intervals.
-
-    Args:
-        note_after_s: Seconds without progress after which the rank's calls are recorded.
-        every_s: Seconds between two calls of `look`. More frequent calls are harmless.
+    blocked, this time counts as at most two intervals (`every_s`). After `note_after_s` without
+    progress, the rank's calls are recorded.
     """
 
     def __init__(self, note_after_s: float, every_s: float) -> None:
@@ -31,12 +28,9 @@ class IdleClock:
         self._latest: Sequence[Call] = ()
 
     def look(self, *work: object) -> tuple[float, Sequence[Call]]:
-        """Returns the seconds without progress and, once they exceed `note_after_s`, the rank's
-        calls.
+        """Returns the seconds without progress and, after `note_after_s`, the rank's calls.
 
-        Args:
-            work: Values that change whenever the rank makes progress, in addition to collectives
-                and rounds.
+        `work` are further values that change whenever the rank makes progress.
         """
         seen = (num_called(), progress.num_rounds(), *work)
         now = time.monotonic()

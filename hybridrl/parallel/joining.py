@@ -1,7 +1,6 @@
 """Joins and leaves the job: connects to the store and creates torch's default process group.
 
-Who waits for whom: every rank calls these functions in the same order, and waits until all ranks
-have started.
+Every rank calls these functions in the same order, and waits until all ranks have started.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ _STARTS, _BROADCASTS = itertools.count(), itertools.count()
 
 
 def start_process_group(platform: Platform, timeout_s: float) -> None:
-    """Joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+    """Joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, if they are set.
 
-    Without these variables, the job consists of this process only. A process group that already
-    exists, because the user's script created it or a Trainer was not closed, is used unchanged.
-    Processes may start up to START_S apart.
+    A process group that already exists, because the user's script created it or a Trainer was not
+    closed, is used unchanged. Processes may start up to START_S apart.
 
     No device is passed to torch, because torch would then connect every group immediately. Megatron
     and vLLM create dozens of groups but use only a few, and each connected group takes 50 to 100 MB
@@ -75,8 +73,7 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
 def from_rank_0(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only and returns its result on all ranks; collective.
 
-    May be called before `start_process_group`. The result of `make`, or its UserError, must be
-    picklable.
+    May be called before `start_process_group`. The result or UserError must be picklable.
 
     Raises:
         UserError: `make` raised it; raised on every rank.
@@ -112,8 +109,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Returns the job's store, this rank and the world size.
 
-    Later starts reuse the store of the first start, because rank 0 may serve it on a socket that
-    the launcher has bound.
+    Later starts reuse the store, which rank 0 may serve on a socket of the launcher.
     """
     if not _JOB and STORE_FD in os.environ:
         fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])
@@ -138,9 +134,7 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Waits until all ranks have announced their start in the store.
-
-    torch does not wait long enough when it creates the process group.
+    """Waits until all ranks have announced their start in the store, longer than torch would.
 
     Raises:
         PeerError: Some ranks, which the message names, did not start.

@@ -1,11 +1,9 @@
-"""Computes the coordinates of each rank in a training or rollout layout. Pure arithmetic; does not
-import torch.
+"""Computes the coordinates of each rank in a training or rollout layout. Pure; no torch.
 
 A training layout arranges all ranks in a grid with the axes tp, cp, dp and pp. `order` lists the
-axes from the fastest-varying to the slowest, as in Megatron's
-`initialize_model_parallel(order=...)`, so Megatron and hybridrl assign the same coordinates. For
-expert weights only, the ranks of a pipeline stage are divided a second time, along the axes etp, ep
-and edp.
+axes from the fastest-varying to the slowest, as in Megatron's `initialize_model_parallel`, so both
+assign the same coordinates. For expert weights only, the ranks of a pipeline stage are divided a
+second time, along the axes etp, ep and edp.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """The position of one rank on every axis of the expert layout.
-
-    The axes are expert-tensor, expert, and expert-data parallelism within a pipeline stage, and the
-    stage.
-    """
+    """A rank's position along expert-tensor, expert and expert-data parallelism, and its stage."""
 
     etp: int
     ep: int
@@ -55,8 +49,7 @@ class TrainLayout:
     """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
 
     Args:
-        world_size: Number of ranks. Must be a multiple of `tp * pp * cp`; the quotient is the
-            data-parallel size.
+        world_size: A multiple of `tp * pp * cp`; the quotient is the data-parallel size.
         ep: Number of parts into which the set of experts in a layer is divided.
         vpp: Number of model chunks per pipeline stage; 1 if there is no virtual pipeline.
         order: Axes from the fastest-varying to the slowest, in Megatron's notation.
@@ -141,17 +134,12 @@ class TrainLayout:
         return self._expert_coordinates[rank]
 
     def gathers_tokens(self, experts_per_token: int, rank: int = 0) -> bool:
-        """Whether the ranks that share experts with `rank` can gather tokens instead of routing
-        them.
+        """Whether the ranks that share experts with `rank` can gather tokens instead of routing.
 
-        Ranks gather tokens if two conditions hold. First, all ranks that share the experts must be
-        tensor-parallel ranks of one replica, which hold shares of the same micro-batch. Second,
-        gathering must send each token at most as often as routing, which sends a token once per
-        selected expert. `models/megatron/dispatch.py` makes the same decision from process groups.
-
-        Args:
-            experts_per_token: Number of experts that process a token.
-            rank: Rank to examine. The result is the same for all ranks if `ep * etp` divides `tp`.
+        First, all of them must be tensor-parallel ranks of one replica, which hold shares of the
+        same micro-batch. Second, gathering must send each token at most as often as routing, which
+        sends it once per selected expert. `models/megatron/dispatch.py` makes the same decision
+        from process groups. If `ep * etp` divides `tp`, the result is the same for all ranks.
         """
         if self.ep * self.etp == 1:
             return True
@@ -168,9 +156,7 @@ class TrainLayout:
         return len({other - other // dense % self.tp * dense for other in sharing}) == 1
 
     def _strides(self, axes: Sequence[str]) -> dict[str, int]:
-        """Returns the distance between neighbouring ranks along each axis. The first axis varies
-        fastest.
-        """
+        """Returns the distance between neighbours along each axis; the first varies fastest."""
         products = accumulate((self.size(axis) for axis in axes), mul, initial=1)
         return dict(zip(axes, products, strict=False))
 
@@ -218,8 +204,7 @@ class TrainLayout:
     def layers(self, pp_rank: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Returns the global indices of the layers in each model chunk of a pipeline stage.
 
-        Layers are assigned to the `pp * vpp` chunks in order. Chunk v of stage p has number `v * pp
-        + p`, as in Megatron's interleaved schedule.
+        Chunk v of stage p has number `v * pp + p`, as in Megatron's interleaved schedule.
         """
         sizes = self.chunk_sizes(num_layers)
         stops = list(accumulate(sizes))
@@ -237,8 +222,7 @@ class RolloutLayout:
 
     Args:
         tp: Tensor-parallel size of an engine replica.
-        assignment: Place of each rank of the world; None for a rank without an engine. Each place
-            occurs exactly once.
+        assignment: Unique place of each rank; None for a rank without an engine.
         experts: Experts of each rank of the world, ascending, the same in all layers. None if whole
             experts are assigned to ranks in order.
     """

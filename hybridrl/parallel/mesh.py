@@ -32,12 +32,7 @@ from hybridrl.platform import Platform
 class Mesh:
     """A set of ranks that jointly hold models in one training layout.
 
-    Creating a mesh is collective over the world.
-
-    Args:
-        layout: Training layout over `ranks`.
-        ranks: Ranks of the mesh, ascending; None for all ranks.
-        others: Existing meshes of the same world.
+    Creating a mesh is collective over the world. `others` are existing meshes.
 
     Attributes:
         where: This rank's coordinates in the layout; None if it is outside the mesh.
@@ -104,9 +99,7 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank contributes loss sums: it is in the last stage, with tensor-parallel
-        rank 0.
-        """
+        """Whether this rank contributes loss sums, in the last stage at tensor-parallel rank 0."""
         return self.where is not None and self.is_last_stage and self.where.tp == 0
 
     @property
@@ -122,12 +115,10 @@ class Mesh:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager: installs this mesh's groups in Megatron's global variables until it
-        exits.
+        """Installs this mesh's groups in Megatron's global variables until it exits.
 
-        Entering is cheap if the groups are already installed. If Megatron changes a variable before
-        the exit (the current virtual pipeline stage), the next call of `active` installs the
-        changed value.
+        Entering is cheap if they are installed. Variables that Megatron changes meanwhile (the
+        current virtual pipeline stage) are installed as changed the next time.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):
@@ -157,10 +148,7 @@ class Mesh:
             module.torch = torch  # type: ignore[attr-defined]
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over all ranks of the world, on the CPU.
-
-        Collective over the world, including ranks outside the mesh.
-        """
+        """Returns the sum of `values` over the whole world, on the CPU; collective over it."""
         self.meet("computation on other ranks")
         return self.world.sum_over_world(values)
 
@@ -181,9 +169,7 @@ class Mesh:
         return summed
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns the (picklable) `value` of every rank of the mesh, in rank order; collective over
-        the mesh.
-        """
+        """Returns every rank's (picklable) `value`, in rank order; collective over the mesh."""
         if self._group is None:
             return self.world.gather_objects(value)
         found: list[Any] = [None] * len(self.ranks)
@@ -193,17 +179,15 @@ class Mesh:
     def meet(self, what: str) -> None:
         """Waits for all ranks of the world, unless all are in the mesh.
 
-        Otherwise, ranks outside the mesh, which have nothing to compute, might exceed the timeout
-        of the next collective.
+        Idle ranks outside the mesh might otherwise exceed the next collective's timeout.
         """
         if not self.is_whole_world:
             self.world.arrive(what)
 
     def from_first(self, value: Any) -> Any:
-        """Returns, on all ranks of the world, the `value` of the mesh's first rank; collective.
+        """Returns the `value` of the mesh's first rank on all ranks of the world; collective.
 
-        If the mesh contains all ranks, each rank returns its own value, which must be the same on
-        all ranks.
+        If the mesh contains all ranks, their values must be equal, and none is sent.
         """
         if self.is_whole_world:
             return value
@@ -239,9 +223,9 @@ class Mesh:
     def _connect(self) -> None:
         """Runs one collective in each of the groups that training uses.
 
-        NCCL connects ranks at a group's first use. All ranks of the group must participate in this
-        use, but training might begin with a message between only some of them. Also, the memory for
-        connections must be in use before the engine measures how much memory is free.
+        NCCL connects all ranks of a group at its first use, but training might begin with a message
+        between two of them. Also, connections must have their memory before the engine measures
+        what is free.
         """
         if self.platform.is_cpu:  # gloo has connected already
             return
@@ -292,11 +276,7 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of a run, created on demand. Models with the same placement share a mesh.
-
-    Args:
-        layout: Layout of the policy.
-    """
+    """The meshes of a run, created on demand. Models with the same placement share a mesh."""
 
     def __init__(self, world: World, placement: Placement, layout: TrainLayout) -> None:
         self.world, self.placement, self._layout = world, placement, layout
@@ -304,9 +284,7 @@ class Meshes:
         self.of("policy")  # first, so that Megatron uses the policy's groups if no mesh is active
 
     def of(self, role: str) -> Mesh:
-        """Returns the mesh for a role's models. Collective over the world if the mesh must be
-        created.
-        """
+        """Returns the mesh for a role's models; collective over the world if it is new."""
         place = self.placement.of(role)
         if place not in self._made:
             layout = self._layout
@@ -326,9 +304,7 @@ class Meshes:
 
     @property
     def name(self) -> str:
-        """Text that identifies the layouts of all meshes. Random states in a checkpoint are
-        restored only if the layouts are the same.
-        """
+        """Text that identifies all meshes' layouts, in which alone random states are restored."""
         return ", ".join(
             layout_name(mesh.layout)
             + ("" if mesh.is_whole_world else f" on ranks {shown(mesh.ranks)}")
@@ -381,10 +357,9 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Context manager: makes Megatron create groups as if `ranks` were the whole world.
+    """Makes Megatron create groups as if `ranks` were the whole world.
 
-    To Megatron, this rank's number is its index in `ranks`, or -1 if it is not in `ranks`, so that
-    it joins no group.
+    This rank's number is then its index in `ranks`, or -1, with which it joins no group.
     """
     if len(ranks) == dist.get_world_size():
         yield

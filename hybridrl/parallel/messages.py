@@ -1,6 +1,4 @@
-"""Packs objects into flat bytes for a collective. The memory of arrays is copied; everything else
-is pickled.
-"""
+"""Packs objects into bytes for a collective: arrays are copied, everything else is pickled."""
 
 from __future__ import annotations
 
@@ -58,11 +56,7 @@ def broadcast_object(
 ) -> Any:
     """Returns the (picklable) `value` of rank `source` on every rank of a gloo group.
 
-    Args:
-        value: Value to send; ignored on ranks other than the source.
-        source: Global rank of the source.
-        group: Gloo group. All of its ranks must call this function.
-        wait: Function that waits for a collective.
+    All ranks of the group call this; `wait` waits for a collective.
     """
     packed = pack(value if is_source else None)
     size = torch.tensor([len(packed)])

@@ -1,5 +1,4 @@
-"""Provides memory on each rank that the other ranks on the same host read directly, without
-messages.
+"""Provides memory on each rank that other ranks on the same host read without messages.
 
 On GPUs, this is torch's symmetric memory, over NVLink or another link. On CPU, it consists of
 memory-backed files that all processes map. All ranks have pieces of the same size.
@@ -65,11 +64,9 @@ def host_id() -> str:
 
 
 def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
-    """Returns the reason why this rank cannot read the memory of all other ranks; "" if it can.
+    """Returns why this rank cannot read all other ranks' memory; "" if it can.
 
-    Args:
-        device: This rank's device.
-        hosts: `host_id` of every rank.
+    `hosts` has the `host_id` of every rank.
     """
     size, num_hosts = len(hosts), len(set(hosts))
     if num_hosts > 1:
@@ -88,8 +85,7 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
 
 
 def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
-    """Returns the reason why memory cannot be shared with reachable peers; "" if it can.
-    Collective.
+    """Returns why memory cannot be shared with reachable peers; "" if it can. Collective.
 
     Containers may forbid a system call that sharing requires (pidfd_getfd on another process). On
     CPU, the path to a process in another container may lead to an unrelated file.
@@ -117,11 +113,7 @@ def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
 def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Members) -> PeerMemory:
     """Allocates a zeroed piece of `num_bytes` on every rank; collective.
 
-    Args:
-        num_bytes: Size of each rank's piece; must be the same on all ranks.
-        device: This rank's device.
-        timeout_s: Timeout of a barrier between GPUs, in seconds.
-        ranks: Ranks that share the memory. On GPUs, these must be all ranks of the job.
+    A barrier between GPUs has a timeout in seconds. On GPUs, `ranks` must be all ranks of the job.
 
     Raises:
         OSError, RuntimeError: The device has no memory left, or the memory cannot be shared. A lack

@@ -1,8 +1,7 @@
-"""Counts rounds of work in this process, so that the heartbeat can tell whether the process makes
-progress.
+"""Counts rounds of work in this process, by which the heartbeat sees progress. No torch.
 
 Loops with short rounds count each round: engine steps, micro-batches, reward results, tensors in a
-file. Phases and collectives are counted elsewhere (heartbeat.py). Does not import torch.
+file. Phases and collectives are counted elsewhere (heartbeat.py).
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ _ROUNDS = [0]
 
 
 def advance() -> None:
-    """Counts a round. If two threads call this at the same time, the count may increase by only
-    one.
-    """
+    """Counts a round; two threads at the same time may count only one."""
     _ROUNDS[0] += 1
 
 

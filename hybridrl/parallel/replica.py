@@ -25,12 +25,8 @@ from hybridrl.parallel.watch import even
 class ReplicaGroup:
     """Communication among the ranks of this rank's engine replica.
 
-    Args:
-        layout: Layout of all replicas.
-
     Attributes:
         number: Number of the replica; None if this rank has no engine.
-        num_replicas: Number of all replicas.
         is_first: Whether this rank is the first of its replica.
     """
 
@@ -74,11 +70,7 @@ class ReplicaGroup:
 
 
 class EngineGroup:
-    """Communication among the ranks that have an engine.
-
-    Args:
-        layout: Layout of all replicas.
-    """
+    """Communication among the ranks that have an engine, in the layout of all replicas."""
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
         self._heartbeat, self._ranks = heartbeat, even(layout.ranks)

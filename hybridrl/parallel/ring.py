@@ -25,11 +25,9 @@ UNUSED_TAG = 1 << 20  # no send or receive uses this tag
 
 
 def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns, for each rank, the rank on the next host to which it sends files; {} if there is
-    only one host.
+    """Returns, for each rank, the rank on the next host to which it sends files; {} on one host.
 
-    Args:
-        hosts: Ranks of each host, in ring order.
+    `hosts` has the ranks of each host, in ring order.
     """
     if len(hosts) < 2:
         return {}
@@ -38,12 +36,7 @@ def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 class HostRing:
-    """This rank's position in the ring.
-
-    Args:
-        group: Gloo group of all ranks.
-        hosts: Ranks of each host, in ring order.
-    """
+    """This rank's position in the ring of hosts, with the gloo group of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, hosts: Sequence[Sequence[int]]) -> None:
         targets, rank = next_of(hosts), dist.get_rank()
@@ -94,10 +87,7 @@ class HostRing:
     def _receive(
         self, folder: Path, source: int, scratch: torch.Tensor, received: dict[Path, int]
     ) -> Exception | None:
-        """Receives files from a rank and adds their sizes to `received`.
-
-        The content of files that cannot be written is received into `scratch`.
-        """
+        """Receives files from a rank and adds their sizes, through `scratch` if it cannot write."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, self._group)
         text = torch.empty(int(size), dtype=torch.uint8)
@@ -126,11 +116,10 @@ class HostRing:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Closes a gloo group's connections to all ranks. This makes the group unusable.
+    """Closes a gloo group's connections. Ranks that wait in it then raise RuntimeError.
 
-    Ranks that wait in the group then raise RuntimeError. The `abort` method of a gloo group does
-    nothing (torch 2.13), so this function uses the fact that a receive closes the group's
-    connections when it times out.
+    The `abort` method of a gloo group does nothing (torch 2.13), but a receive that times out
+    closes the group's connections.
     """
     for rank in range(group.size()):
         if rank != group.rank():
@@ -158,8 +147,7 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 def _room(file: Path, size: int) -> torch.Tensor:
     """Sets the size of a file, and maps its content into memory.
 
-    Disk space is reserved first, because on a full disk, writing to the mapped memory would kill
-    the process.
+    Disk space is reserved first: writing to a mapping on a full disk would kill the process.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:

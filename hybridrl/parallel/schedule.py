@@ -32,17 +32,14 @@ def forward_backward(
     """Accumulates gradients over all micro-batches, and reduces them over replicas.
 
     Args:
-        chunks: Model chunks of this stage, wrapped for data parallelism. There is only one if there
-            is no virtual pipeline.
-        micro_batches: Inputs to `forward`, in order.
+        chunks: Model chunks of this stage, wrapped for data parallelism; one without vpp.
         lengths: For each micro-batch, number of positions that this context-parallel rank computes.
         forward: Function that runs one chunk on one micro-batch and returns its output.
         loss: Function that receives the last chunk's output. It returns the loss, already divided
             by the global denominator, and an extra value. It is called only on the last stage.
 
     Returns:
-        On the last stage, the extra values that `loss` returned, in order; on other stages, an
-        empty list.
+        On the last stage, the extra values that `loss` returned, in order; on others, [].
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -68,8 +65,7 @@ def forward_only(
 ) -> list[Any]:
     """Runs all micro-batches without gradients; see `forward_backward` for the arguments.
 
-    Returns:
-        On the last stage, the outputs of the last chunk, in order; on other stages, an empty list.
+    Returns the outputs of the last chunk, in order, on the last stage; [] on others.
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:

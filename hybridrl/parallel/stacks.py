@@ -1,6 +1,4 @@
-"""Reads the stacks of this process's threads, and the state of other processes on this host. Does
-not import torch.
-"""
+"""Reads this process's stacks, and the state of other processes on this host. No torch."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def _written_calls() -> dict[int, list[FrameSummary]]:
 
 
 def _file_in_memory() -> IO[bytes]:
-    """Opens a file in memory. A pipe could block its writer, because no other thread runs to read
-    it.
-    """
+    """Opens a file in memory: a pipe could block its writer, as no other thread reads it."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stacks"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
@@ -107,15 +103,10 @@ def _is_of_python(file: str) -> bool:
 
 
 def position(thread: int, own: str) -> tuple[str, bool, bool]:
-    """Returns where a thread is (its innermost lines), whether it is in a collective, and whether
-    it is compiling.
+    """Returns a thread's innermost lines, and whether it is in a collective, and compiling.
 
-    Frames in Python's standard library are left out, except for the innermost frame.
-
-    Args:
-        thread: `get_ident` of the thread.
-        own: Source file whose innermost frames are skipped, because they only wait or call this
-            function.
+    Frames in Python's standard library are left out, except for the innermost frame, and so are
+    innermost frames of the source file `own`, which only wait or call this function.
     """
     calls = calls_of_threads().get(thread, [])
     calls = list(dropwhile(lambda call: call.filename == own, calls))

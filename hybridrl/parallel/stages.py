@@ -1,8 +1,5 @@
 """Lets pipeline stages communicate without exchanging tensor shapes.
 
-Who waits for whom: a stage waits, on its device only, for activations from the previous stage and
-for gradients from the next stage.
-
 Micro-batches of packed samples differ in length. Megatron therefore sends the shape of each tensor
 before the tensor itself. The receiving host waits for the shape and for its whole device
 (`P2PCommunicator._communicate_shapes`), and launches no kernels during this time. Here, all stages
@@ -28,12 +25,7 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
 
     Each execution of a schedule needs a new object. All stages run the forward passes in the same
     order of micro-batches and chunks. Backward passes follow the same order, with chunks numbered
-    from the last.
-
-    Args:
-        config: Megatron's config of the model.
-        lengths: For each micro-batch, number of positions that this context-parallel rank computes.
-        num_chunks: Number of model chunks in each stage.
+    from the last. `lengths` are the positions that this context-parallel rank computes.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], num_chunks: int = 1) -> None:
@@ -98,9 +90,7 @@ def next_of(shapes: Iterator[list[int]]) -> list[int]:
 
 
 def stage_groups() -> ProcessGroupCollection:
-    """Returns the process groups that a schedule needs. Megatron-Core 0.16.1 and 0.19 collect them
-    only if the caller passes no communicator.
-    """
+    """Returns the groups of a schedule, which Megatron-Core collects without a communicator."""
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()

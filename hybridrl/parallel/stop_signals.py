@@ -1,6 +1,4 @@
-"""Defines the signals that ask a run to save and stop, for the launcher and for ranks. Does not
-import torch.
-"""
+"""Defines the signals that ask a run to save and stop. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ STAND_FOR_SIGTERM = (signal.SIGUSR1, signal.SIGHUP)
 
 
 def noted_signals() -> list[signal.Signals]:
-    """Returns the signals that a run handles. SIGHUP is left out if the process ignores it
-    (nohup).
-    """
+    """Returns the signals that a run handles, without SIGHUP if it is ignored (nohup)."""
     signals = [signal.SIGINT, signal.SIGTERM, *STAND_FOR_SIGTERM]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signals.remove(signal.SIGHUP)
@@ -23,10 +19,9 @@ def noted_signals() -> list[signal.Signals]:
 
 
 def leave_stop_signals_to_the_rank() -> None:
-    """Makes this process continue after signals that ask a run to stop. They reach all processes of
-    a job, and the rank that started this process decides when it ends.
+    """Makes this process continue after stop signals, which reach all processes of a job.
 
-    Programs that this process starts would inherit SIG_IGN, but do not inherit a handler.
+    The rank that started it decides when it ends. Programs do not inherit a handler, as SIG_IGN.
     """
     for number in noted_signals():
         signal.signal(number, _no_action)

@@ -1,5 +1,4 @@
-"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP during training, so that all ranks save and end
-together.
+"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP in training: all ranks save and end together.
 
 Who waits for whom: a handler only records the signal. Heartbeats carry it to ranks that did not
 receive it. Ranks also include it in their regular exchanges of values (`World.stop_signal`), so
@@ -8,8 +7,8 @@ it is abandoned, and its finished and unfinished responses are saved. Otherwise 
 first.
 
 SIGUSR1 (a scheduler is about to reclaim the machine), SIGHUP (the terminal was closed) and a file
-(`Notice`) act like SIGTERM. A thread checks for the file. The thread also ends the process if
-saving does not start in time, because a phase that hangs cannot be interrupted in any other way.
+(`Notice`) act like SIGTERM. A thread checks for the file, and ends the process if saving does not
+start in time, because a phase that hangs cannot be interrupted otherwise.
 """
 
 from __future__ import annotations
@@ -39,20 +38,14 @@ LOOK_S = 0.5  # interval between checks for the file and the deadline
 
 
 class StopAsked(Exception):
-    """A rank was asked to stop. All ranks raise it at the same point.
-
-    Args:
-        number: Number of the signal.
-    """
+    """A rank was asked to stop by signal `number`. All ranks raise it at the same point."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
     def end(self) -> BaseException:
-        """Returns the exception with which the process should end: KeyboardInterrupt for SIGINT,
-        else SystemExit with code 128 plus the signal's number.
-        """
+        """Returns KeyboardInterrupt for SIGINT, else SystemExit with 128 plus the number."""
         if self.number == signal.SIGINT:
             return KeyboardInterrupt(str(self))
         return SystemExit(128 + self.number)
@@ -60,12 +53,9 @@ class StopAsked(Exception):
 
 @dataclass(frozen=True)
 class Notice:
-    """A file that asks a run to stop, and how much time ranks have to start saving.
+    """A file that asks a run to stop like SIGTERM; rank 0 checks for it and removes it.
 
-    Args:
-        grace_s: Seconds after the signal by which a rank must start saving; otherwise its process
-            is ended. Saving itself may take longer.
-        file: File that acts like SIGTERM when it appears. Rank 0 checks for it and removes it.
+    If a rank does not start saving within `grace_s` seconds, its process is ended.
     """
 
     grace_s: float
@@ -75,8 +65,7 @@ class Notice:
 def check_stop(world: World) -> None:
     """Raises StopAsked if, at the last exchange of values, any rank had been asked to stop.
 
-    All ranks must call it at the same point. Since the last exchange of values among all ranks,
-    there must have been none among only some ranks.
+    All ranks call it at the same point, with no exchange among only some ranks since then.
     """
     if world.stop_signal:
         raise StopAsked(world.stop_signal)
@@ -86,12 +75,10 @@ def check_stop(world: World) -> None:
 def stops_on_signals(
     world: World, save: Callable[[StopAsked], None], notice: Notice
 ) -> Iterator[None]:
-    """Context manager: records signals for `StopAsked` while its block runs. A second signal ends
-    the process.
+    """Records signals for `StopAsked` while its block runs. A second signal ends the process.
 
-    If called in a thread other than the main thread, it leaves signal handlers unchanged, because
-    Python runs handlers only in the main thread. If user code ends the process with an exception
-    (sys.exit), this is an error, not a stop.
+    Outside the main thread, signal handlers stay unchanged, because Python runs handlers only
+    there. If user code ends the process (sys.exit), this is an error, not a stop.
 
     Args:
         save: Function that saves the run after a stop. Signals are still recorded while it runs.
@@ -121,9 +108,7 @@ def stops_on_signals(
 
 
 def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
-    """Checks repeatedly whether the file exists and whether the grace period is over, until saving
-    starts.
-    """
+    """Checks for the file and the end of the grace period until saving starts."""
     since: float | None = None
     while not is_saving.wait(LOOK_S):
         # Not Path.exists, which raises an error if a file system does not respond for a while

@@ -1,8 +1,4 @@
-"""Waits in the job's key-value store for ranks that may never arrive.
-
-Who waits for whom: in a WaitingRoom, the ranks of one `World.all_agree` wait for each other once a
-rank has failed. In `timed_barrier`, all ranks wait for each other for a limited time.
-"""
+"""Waits in the job's key-value store for ranks that may never arrive."""
 
 from __future__ import annotations
 
@@ -27,14 +23,12 @@ _WRITTEN: list[int] = []  # numbers of agreements in which this rank was the fir
 
 
 class WaitingRoom:
-    """Entries in the store for one call of `all_agree`. They are used once a rank has waited for
-    some time, or has failed.
+    """Entries in the store for one call of `all_agree`, used once a rank has waited or failed.
 
     The store works even if peers do not respond. `waiting` counts the ranks that are in the gather
     or about to enter it. `failed` contains the first failure. `left` means that a failed rank has
-    stopped waiting. The rank that created `waiting` deletes it two agreements later. This is safe,
-    because a rank starts an agreement only after all ranks have entered the previous one, so all
-    ranks have left the agreement before that.
+    stopped waiting. The rank that created `waiting` deletes it two agreements later, when all ranks
+    have left this one.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -69,9 +63,7 @@ class WaitingRoom:
         return False
 
     def look(self) -> None:
-        """Raises an error if a failed rank has left. Ranks that did not fail call this method while
-        they wait.
-        """
+        """Raises an error if a failed rank has left; called by other ranks while they wait."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -85,9 +77,7 @@ class WaitingRoom:
             raise self.first_failure() or RuntimeError("a rank that failed has left")
 
     def first_failure(self) -> PeerError | None:
-        """Returns the error of the first rank that failed; None if it is unknown, or if this rank
-        failed first.
-        """
+        """Returns the first failed rank's error; None if unknown, or if it is this rank's."""
         try:
             if not self._store.check(["failed"]):
                 return None
@@ -118,8 +108,7 @@ def timed_barrier(
     """Waits for a limited time until all ranks have called this function and are ready.
 
     Ranks meet in the job's key-value store, so the barrier needs no process group. The first rank
-    that decides on an outcome does so for all ranks. Later ranks return the same outcome
-    immediately.
+    that decides on an outcome does so for all ranks.
 
     Args:
         name: Name of the barrier; must be the same on all ranks, and different for each barrier.
@@ -127,9 +116,8 @@ def timed_barrier(
         within_s: Maximum time that this rank waits if all ranks have arrived.
         come_within_s: Maximum time that this rank waits for ranks that have not arrived; at most
             `within_s`.
-        is_ready: Function that returns whether this rank is ready. It is called until it returns
-            True.
-        is_lost: Function that returns whether a rank is known to be lost. It is called repeatedly.
+        is_ready: Function that is called until it returns that this rank is ready.
+        is_lost: Function that is called repeatedly; whether a rank is known to be lost.
     """
     store = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"hybridrl/barrier/{name}", store)

@@ -1,16 +1,14 @@
-"""Determines from the heartbeats of all ranks which ranks are lost, and which ranks wait for which.
-Does not import torch.
+"""Determines from heartbeats which ranks are lost, and which ranks wait for which. No torch.
 
 Pure logic: rank 0 collects a `Beat` from every rank, passes them to `Watch` at regular intervals
 (heartbeat.py), and publishes the verdict. Time is counted in intervals, so that ranks do not appear
 silent after rank 0 itself was stopped or its host was suspended.
 
 A rank that stops sending heartbeats is lost, unless another rank on its host reports that its
-process runs. A process that runs without sending heartbeats is blocked in native code, for example
-while a library loads from a slow disk. If a rank is alone on its host, no other rank can report on
-it, so it is lost only after ALONE_FACTOR times as long; its launcher notices immediately if the
-process ends. A rank that sends heartbeats is not lost, however long its work takes. While other
-ranks wait for a rank, a message names that rank once a minute. The job ends after
+process runs: it is then blocked in native code, for example while a library loads from a slow disk.
+If a rank is alone on its host, it is lost only after ALONE_FACTOR times as long; its launcher
+notices immediately if the process ends. A rank that sends heartbeats is not lost, however long its
+work takes. While other ranks wait for it, a message names it once a minute. The job ends after
 `run.stall_timeout_s`, if this is set.
 """
 
@@ -33,13 +31,7 @@ WaitKey = tuple[str, range | tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank's wait for other ranks to enter a collective.
-
-    Args:
-        number: Number of the collective in the group, from 1.
-        ranks: Ranks in the group; None for all ranks.
-        what: Work that precedes the collective.
-    """
+    """A rank's wait for others (all if None) to enter a collective after some work, `what`."""
 
     group: str
     number: int
@@ -62,8 +54,7 @@ class Call:
         group: Torch's name and description of the process group.
         number: Number of the call in the group; sends and receives are numbered separately.
         what: Operation, dtype and shape.
-        is_p2p: Whether the call is a send or a receive.
-        peer: Other rank of a send or receive; None if unknown.
+        peer: Other rank of a send or receive (`is_p2p`); None if unknown.
     """
 
     group: str
@@ -91,17 +82,15 @@ class Beat:
         at: Innermost lines on the main thread's stack.
         entered: Number of collectives that the rank has entered, by group.
         wait: What the main thread is currently waiting for, if anything.
-        within: Seconds since the rank began a part whose collectives have no timeout (files are
-            written or read); None outside of such parts.
+        within: Seconds since the rank began a part whose collectives have no timeout; else None.
         is_in_collective: Whether the main thread is in a call to torch.distributed.
         found: For each other rank on this host whose process cannot continue, the reason.
         knows: Whether the rank has read the verdict.
         stop_signal: Number of the signal that asked this rank (for rank 0: any rank) to save and
             stop; 0 if none.
-        stop_epoch: Number of times that the rank has forgotten signals. Only signals of the same
-            epoch count.
-        idle_s: Seconds without progress.
-        latest: Unfinished calls and the last call in each group, if the rank makes no progress.
+        stop_epoch: How often the rank has forgotten signals; only those of one epoch count.
+        latest: Unfinished calls and the last call in each group, if the rank makes no progress for
+            `idle_s`.
     """
 
     count: int
@@ -203,9 +192,7 @@ class Watch:
         return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
-        """Returns a message about which ranks wait for which: once a minute during a long wait,
-        else None.
-        """
+        """Returns a message, once a minute, about which ranks wait long for which, else None."""
         waits = [beat.wait.seconds for beat in beats if beat.wait is not None]
         withins = [beat.within for beat in beats if beat.within is not None]
         longest = max([*waits, *withins], default=0.0)
@@ -322,9 +309,7 @@ class HangObserver(Protocol):
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes a report about the state of every rank. Returns the message with the report's path
-        added.
-        """
+        """Writes a report about every rank's state, whose path is added to the message."""
 
 
 # Creates an observer from a function that makes all ranks write their stacks to their logs.
@@ -349,9 +334,7 @@ def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
 
 
 def even(ranks: Sequence[int]) -> Sequence[int]:
-    """Converts evenly spaced ranks to a range, to keep heartbeats short. Returns ranks that are not
-    evenly spaced unchanged.
-    """
+    """Converts evenly spaced ranks to a range, to keep heartbeats short; else unchanged."""
     if not ranks:
         return ranks
     found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1)

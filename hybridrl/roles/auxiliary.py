@@ -39,9 +39,7 @@ def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
 
 @contextmanager
 def errors_of_term(name: str) -> Iterator[None]:
-    """Context manager: makes keys in errors about a term's data and algorithm begin with
-    `mix.NAME`.
-    """
+    """Makes keys in errors about a term's data and algorithm begin with `mix.NAME`."""
     try:
         yield
     except UserError as error:

@@ -1,8 +1,6 @@
-"""The critic: predicts the value of the state before each response token, and is trained by
-regression.
+"""The critic: predicts the value of the state before each response token. Collective.
 
-Collective, like the policy. A reward model that is being trained is also a critic; its values are
-scores at response tokens.
+A reward model that is being trained is also a critic; its values are scores at response tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +15,7 @@ from hybridrl.training.update import Gradients, LossPart, detached
 
 
 class Critic:
-    """A value model that is being trained.
-
-    Args:
-        model: Parallel model with a value head and its weights.
-        num_updates_in_run: Number of optimizer steps of this model in the whole run.
-    """
+    """A value model in training, for `num_updates_in_run` optimizer steps in the whole run."""
 
     def __init__(
         self, model: ParallelModel, algorithm: CriticAlgorithm, num_updates_in_run: int
@@ -31,17 +24,16 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns, for each response token, the value of the state in which it was sampled, or a
-        reward model's score at the token: (T,) fp32, zero on prompts.
+        """Returns the value of each sampled token's state, or a reward model's score at it: (T,).
+
+        fp32, zero on prompts.
         """
         plan = self.model.plan(batch)
         values_T = plan.column(self.model.forward_all(plan.inputs))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
-        """Accumulates the gradients of the value loss, and computes `critic/*` metrics over all
-        ranks. Arguments as in `Policy.gradients`.
-        """
+        """Accumulates gradients and `critic/*` metrics; arguments as in `Policy.gradients`."""
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
 

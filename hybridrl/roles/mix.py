@@ -1,12 +1,11 @@
-"""Reads the data rows of additional loss terms, selects the rows for each step, and computes the
-columns that the terms' algorithms need.
+"""Selects rows of additional loss terms for each step, and computes their columns. Collective.
 
-Collective; every rank selects the same rows. The loss of an optimizer step is the main loss plus
-each term's loss times its weight; each loss is divided by its own global denominator. All passes
-add to one gradient with one norm, which is applied or skipped as a whole (update.py). A step's rows
-of a term are divided among the step's optimizer updates. The columns of these rows are computed
-with the weights from before the optimizer step. The gradient of a preference loss, which is linear
-in the log-probabilities, is therefore exact in every optimizer step.
+Every rank selects the same rows. The loss of an optimizer step is the main loss plus each term's
+loss times its weight; each loss is divided by its own global denominator. All passes add to one
+gradient with one norm, which is applied or skipped as a whole (update.py). A step's rows of a term
+are divided among the step's optimizer updates. Their columns are computed with the weights from
+before the optimizer step, so the gradient of a preference loss, which is linear in the
+log-probabilities, is exact in every one.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class Mix:
     """Data rows of all loss terms.
 
     Args:
-        given: Rows passed from Python, by the term's name; they replace the term's `data.prompts`.
+        given: Rows from Python, by the term's name; they replace the term's `data.prompts`.
 
     Attributes:
-        terms: Terms by name.
         taken: Batches used so far in the current step, with their columns.
 
     Raises:
@@ -64,11 +62,9 @@ class Mix:
     def batches(
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
-        """Yields the terms' batches for each optimizer step, by name. Their columns are computed
-        with the weights at the time of the iteration.
+        """Yields the terms' batches for each optimizer step, by name; none if no policy is trained.
 
-        Args:
-            trains_policy: Whether the policy is trained in this step; if not, no rows are used.
+        Their columns are computed with the weights at the time of the iteration.
         """
         self.taken = []
         rows = {

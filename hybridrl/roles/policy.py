@@ -1,9 +1,7 @@
-"""The policy: computes log-probabilities of a batch's tokens, and is updated with an algorithm's
-loss.
+"""The policy: log-probabilities of a batch's tokens, and updates with an algorithm's loss.
 
-Collective: all ranks pass the same samples, although each rank holds the tokens of only some
-samples (contracts/holders.py). All ranks receive the same metrics. Each rank receives columns for
-the tokens that it holds.
+Collective: all ranks pass the same samples, although each holds the tokens of only some
+(contracts/holders.py), for which it receives columns. All ranks receive the same metrics.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ TERM_TEMPERATURE = 1.0
 class LossTerm:
     """An additional term of the policy's loss, with its own responses.
 
-    Args:
-        name: Prefix of its metrics.
-        batch: All samples of the term, with the columns that the algorithm needs. Log-probabilities
-            are computed at TERM_TEMPERATURE.
+    `batch` has all samples with the columns that the algorithm needs. Log-probabilities are
+    computed at TERM_TEMPERATURE.
     """
 
     name: str
@@ -47,7 +43,6 @@ class Policy:
     """A language model in training, or the frozen reference.
 
     Args:
-        model: Parallel language model with its weights.
         num_updates_in_run: Number of optimizer steps of this model in the whole run.
         temperature: Divisor of the logits, equal to the sampling temperature.
         uses_adapters: Whether the model's LoRA adapters take part. Without them, a policy in
@@ -73,11 +68,9 @@ class Policy:
         self.old_is_sampled = False
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
-        """Returns the log-probability of each response token in nats: (T,) fp32, zero on prompt
-        tokens.
+        """Returns each response token's log-probability in nats: (T,) fp32, zero on prompts.
 
-        Args:
-            temperature: Divisor of the logits; None means the policy's temperature.
+        The default temperature is the policy's.
         """
         self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
@@ -87,17 +80,15 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns the log-probabilities at the start of the step, which the last call of
-        `gradients` computed: (T,) fp32, nats. None if the batch already contained them, or if this
-        method was already called since.
+        """Returns log-probabilities at the start of the step from the last `gradients`, once.
+
+        (T,) fp32, nats. None if the batch already contained them.
         """
         found, self._start_logp_T = self._start_logp_T, None
         return found
 
     def _check_blobs(self, batch: TrainBatch) -> None:
-        """Raises BatchError if the batch lacks blobs that the model reads. Batches of loss terms
-        need none.
-        """
+        """Raises BatchError if a batch lacks blobs that the model reads, unlike in terms."""
         for extra in self.model.planner.extra_inputs:
             for name in extra.blobs:
                 batch.require_blob(name, extra.needed_by)
@@ -105,8 +96,7 @@ class Policy:
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch; skips it if the loss or gradient is not finite.
 
-        Args:
-            batch: All samples of the mini-batch, with the columns that the algorithm needs.
+        `batch` has all samples, with the columns that the algorithm needs.
 
         Returns:
             Metrics over all ranks: `policy/loss`, `policy/grad_norm`, `policy/learning_rate`,
@@ -123,10 +113,7 @@ class Policy:
     ) -> Gradients:
         """Accumulates the gradients of a mini-batch and of weighted loss terms, in the same passes.
 
-        Args:
-            batch, terms: See `update`.
-            denominator: Denominator of the mini-batch's loss; None means the algorithm's
-                denominator for this batch.
+        `denominator` is that of the loss, by default the algorithm's for this batch.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
@@ -163,9 +150,7 @@ def _loss(
     logps: list[torch.Tensor] | None = None,
     weight: float = 1.0,
 ) -> Loss:
-    """Returns the loss function for micro-batches. The function appends the log-probabilities to
-    `logps`.
-    """
+    """Returns the loss function for micro-batches, which appends to `logps`."""
 
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
         chosen = output.chosen_logp_SK

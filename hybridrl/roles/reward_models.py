@@ -1,9 +1,8 @@
 """Reward models that run on the training ranks. Their scores become parts of the reward.
 
-Collective; every rank receives the same batch. A reward model is frozen, is split over the ranks of
-its role (by default like the policy), and reads the policy's tokens without re-tokenizing them. The
-score of a response is the value at its last token, which may be the end token, unless config.json
-names another token (models/score_token.py).
+Collective. A reward model is frozen, is split over the ranks of its role (by default like the
+policy), and reads the policy's tokens. The score of a response is the value at its last token,
+which may be the end token, unless config.json names another token (models/score_token.py).
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A model that scores responses; the score is added to the reward.
+    """A frozen model with a value head, whose score times `weight` is added to the reward.
 
-    Args:
-        name: Name in metrics.
-        weight: Factor by which the score is multiplied in the reward.
-        model: Frozen model with a value head.
-        padding: Token that is skipped at the end of a response; None if no token is skipped.
+    The token `padding` is skipped at the end of a response, if it is not None.
     """
 
     name: str
@@ -52,9 +47,7 @@ class RewardModel:
 
 
 def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
-    """Returns the position of each response's last token that is not padding: (H,) int64. If all
-    tokens of a response are padding, returns the position of its first sampled token.
-    """
+    """Returns each response's last position that is not padding, or its first one: (H,) int64."""
     last_H = batch.offsets[1:] - 1
     if padding is None:
         return last_H
@@ -94,8 +87,7 @@ def make_reward_models(
 
     Args:
         policy: Source of the policy, whose tokens the reward models read.
-        models: Dict to which each model is added by name, for the memory table in an out-of-memory
-            error.
+        models: Dict to which models are added by name, for the table in an out-of-memory error.
         served: Configuration section of each reward model, by the scorer's name.
         needs_greedy: Whether the algorithm compares samples with greedy responses, which reward
             models cannot score.

@@ -52,13 +52,9 @@ from hybridrl.training.update import Gradients
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that an algorithm needs.
+    """The models that an algorithm needs, and the loss terms by name.
 
-    Args:
-        source: Source from which policy, reference and critic are loaded.
-        policy, reference, critic: Models by role; None if the algorithm does not need the role.
-        num_critic_warmup_steps: Number of steps at the start of the run that train only the critic.
-        terms: Additional terms of the policy's loss, by name.
+    The first `num_critic_warmup_steps` of a run train only the critic.
     """
 
     source: ModelSource
@@ -80,12 +76,7 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates the gradients of every trained model on a mini-batch.
-
-        Args:
-            num_steps_done: Number of steps before this one.
-            terms: Batches of the additional terms of the policy's loss, by name.
-        """
+        """Accumulates every trained model's gradients on a mini-batch, and on terms' batches."""
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
             more = [
@@ -110,10 +101,8 @@ class Roles:
         under policy, reference and teacher.
 
         Args:
-            needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
-                does not need them.
-            temperature: Temperature of the log-probabilities; None means the sampling temperature
-                of the main algorithm.
+            needs_old_logps: Whether to add the policy's log-probabilities in any case.
+            temperature: Temperature of the log-probabilities; None for the sampling temperature.
             num_updates: Number of mini-batches into which the samples will be split.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
@@ -146,11 +135,9 @@ class Roles:
             raise reason from error
 
     def learned(self, batch: TrainBatch) -> ScoredBatch | None:
-        """Returns the samples of a step, with the engine's log-probabilities replaced by the
-        policy's at the start of the step.
+        """Returns a step's samples with the policy's log-probabilities at the start of the step.
 
-        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if the
-        log-probabilities are unknown because the policy was not trained in this step.
+        Not finite ones become UNKNOWN_LOGP. None if the policy was not trained in this step.
         """
         start_T = self.policy.take_start_logps()
         old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
@@ -162,9 +149,7 @@ class Roles:
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     def shared_weights(self) -> Iterator[str]:
-        """Yields a sentence for each other model of a policy with adapters: whether it uses the
-        policy's frozen weights.
-        """
+        """Yields a sentence about each model that uses the frozen weights of a LoRA policy."""
         if self.policy.model.lora is None:
             return
         if self.reference is not None and self.reference.model is self.policy.model:
@@ -186,9 +171,7 @@ class Roles:
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Moves the batch's tokens to the ranks that train on them, so that no update has to move
-        tokens.
-        """
+        """Moves tokens to the ranks that train on them, so that no update has to do so."""
         models = list(self.trained.values()) or [self.policy.model]
         wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
         want_BW = torch.stack(wanted).any(0)
@@ -206,12 +189,8 @@ class Roles:
         """Returns the model FLOPs of each phase of a step, summed over ranks.
 
         A prompt that several samples share in a micro-batch counts once. Output heads are counted
-        only for response tokens, because other tokens have no loss.
-
-        Args:
-            num_steps_done: Number of steps before this one.
-            generated: Lengths of all responses that were generated for the step.
-            terms: Batches of additional loss terms, whose columns are computed during the update.
+        only for response tokens, because other tokens have no loss. `generated` has the lengths of
+        all responses of the step; columns of `terms` are computed during the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -240,9 +219,9 @@ class Roles:
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns the share of positions that another sample computes, and the factor by which
-        sharing prompts reduces the model FLOPs of the policy's update; {} if samples do not share
-        prompts.
+        """Returns the share of positions in other samples' prompts, and the FLOPs it saves.
+
+        {} if samples do not share prompts.
         """
         policy = self.policy.model
         if not policy.planner.shares_prompts or "policy" not in self.trained:
@@ -256,9 +235,7 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns the FLOPs for computing a batch's log-probability columns, and for the policy's
-    update.
-    """
+    """Returns the FLOPs of a batch's log-probability columns, and of the policy's update."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
     lookups = 0
@@ -273,9 +250,7 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns the FLOPs for the policy's update. The `shared` tokens of each sample are not
-    counted, because they are computed for another sample.
-    """
+    """Returns the FLOPs of the policy's update without `shared` tokens of other samples."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
     shape, adapters = policy.source.shape, policy.active_adapter_params
@@ -293,12 +268,10 @@ def make_roles(
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
-    """Builds the models and loads their initial weights.
+    """Builds the models that the algorithm needs, and loads their initial weights.
 
     Args:
-        algorithm: Algorithm; its needs determine which models are built.
-        models: Dict to which each model is added by name when it is built, for the memory table in
-            an out-of-memory error.
+        models: Dict to which models are added by name, for the table in an out-of-memory error.
         has_reference, has_teacher: Whether to build the reference and the teacher if the algorithm
             needs them. False if their columns are already known or are not used.
         terms: Additional terms of the policy's loss; None means the terms in the section `mix`.

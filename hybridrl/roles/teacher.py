@@ -20,13 +20,10 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 
 class Teacher:
-    """Computes the columns that an algorithm needs from a teacher.
+    """Computes the columns that an algorithm needs from a frozen teacher.
 
     Args:
-        model: Parallel language model, frozen.
-        needs: Needs of the algorithm; they determine the columns.
-        num_tokens: Size of the policy's vocabulary. Tokens of the teacher outside this vocabulary
-            are ignored.
+        num_tokens: Size of the policy's vocabulary; other tokens of the teacher are ignored.
         temperature: Sampling temperature of the policy.
     """
 
@@ -39,9 +36,7 @@ class Teacher:
                 chunk.num_top, chunk.num_tokens = needs.teacher_top, num_tokens
 
     def columns(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Returns the columns that are needed: `teacher_logp_T`, or `teacher_tokens_TK` and
-        `teacher_logp_TK`.
-        """
+        """Returns `teacher_logp_T`, or `teacher_tokens_TK` and `teacher_logp_TK`."""
         plan = self.model.plan(batch, self._temperature)
         outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         found, mask_T = {}, batch.response_mask_T
@@ -67,11 +62,7 @@ def make_teacher(
     needs: Needs,
     temperature: float,
 ) -> Teacher:
-    """Builds the teacher and loads its weights.
-
-    Args:
-        models: Dict to which the model is added by name, for the memory table in an out-of-memory
-            error.
+    """Builds the teacher and loads its weights, into `models` for out-of-memory errors.
 
     Raises:
         UserError: The section `algorithm` has no teacher.
