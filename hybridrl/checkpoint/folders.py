@@ -1,12 +1,9 @@
 """Finds checkpoint folders, and checks whether a checkpoint is complete and undamaged.
 
-Owns the file names inside a checkpoint folder, the content of `state.json`, and the errors for
-damaged checkpoints. Does not import torch, so that the command line can reject a damaged checkpoint
-before any rank starts.
-
-The newest checkpoint in a run folder is the checkpoint that was written last, not the one with the
-most steps. The two differ after a user has loaded step 10 and continued to train: the old
-checkpoints of steps 20 and 30 are then no longer part of the run's history.
+Does not import torch, so that the command line can reject a damaged checkpoint before any rank
+starts. The newest checkpoint in a run folder is the one that was written last, not the one with the
+most steps: after a user has loaded step 10 and continued to train, the old checkpoints of steps 20
+and 30 are no longer part of the run's history.
 """
 
 from __future__ import annotations
@@ -49,22 +46,19 @@ class SavedState(BaseModel):
     Args:
         step: Number of finished steps; None if the checkpoint contains only weights, as written by
             `hybridrl convert`.
-        prompts, mix: Position in the run's prompts, and positions in the prompts for additional
-            loss terms.
+        prompts, mix: Positions in the run's prompts, and in those for additional loss terms.
         rollouts: Rollouts in progress, and expected response lengths.
         algorithm: State of adaptive algorithms.
         evaluations: Results of evaluations (`reward` and `accuracy`) and of tests on held-out rows
             with responses, by step.
         seconds: Training time so far, in seconds.
         num_updates: Number of optimizer steps taken by each trained model.
-        freeze: Value of `train.freeze`. Optimizer states exist only for parameters that are not
-            frozen.
+        freeze: Value of `train.freeze`, for whose parameters there is no optimizer state.
         lora: Settings of the LoRA adapters, and the model that they adapt. The checkpoint then
             contains only what is trained. None if the run has no adapters.
         passed_over: HF directory with tensors that training passes over and exports contain
             unchanged (MTP layers, vision towers). None if there are no such tensors.
-        layout: Layout of the ranks that saved the checkpoint. Random states are restored only in
-            the same layout.
+        layout: Layout of the ranks, in which alone random states are restored.
         family: Value of `model.family` that is needed to load the weights.
         dtype: Dtype of the policy's weights.
         score_token: Response token at which a reward model's score is read during training. Missing
@@ -92,9 +86,7 @@ class SavedState(BaseModel):
     @field_validator("evaluations", mode="before")
     @classmethod
     def _of_format_1(cls, evaluations: Any) -> Any:
-        """Converts evaluation results from older versions, which did not separate accuracy from
-        reward.
-        """
+        """Converts results of older versions, which did not separate accuracy from reward."""
         if not isinstance(evaluations, dict):
             return evaluations
         return {
@@ -161,8 +153,7 @@ class Checkpoint:
 def step_folders(root: Path) -> dict[int, Path]:
     """Returns the checkpoint folders under `root` by step, in ascending order.
 
-    A folder with the suffix `.replaced` is included only if the folder without the suffix is
-    missing.
+    A `.replaced` folder is included only if the folder without the suffix is missing.
 
     Raises:
         CheckpointError: There is a file where a checkpoint folder or `root` should be.
@@ -187,8 +178,7 @@ def step_folders(root: Path) -> dict[int, Path]:
 def newest_checkpoint(root: Path) -> Path | None:
     """Returns the newest checkpoint under `root`, or None if there is none.
 
-    A checkpoint with an unreadable manifest is ranked by its step. If it is returned, opening it
-    reports the damage.
+    An unreadable one is ranked by its step; opening it reports the damage.
     """
     return next(newest_first(root), None)
 
@@ -211,9 +201,7 @@ def newest_first(root: Path) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns `path` if it is a checkpoint, otherwise the newest checkpoint in the run folder
-    `path`. Raises CheckpointError if there is none.
-    """
+    """Returns `path`, or else a run folder's newest checkpoint; CheckpointError without any."""
     if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
         return path
     for root in (path, path / "checkpoints"):
@@ -247,11 +235,6 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
     """Raises CheckpointError if a checkpoint refers to code that the user has not allowed.
 
     Loading a family `package.module:FAMILY` imports the module, which could run untrusted code.
-
-    Args:
-        named: Family that the checkpoint names.
-        allowed: Family that the user trusts, if any.
-        folder: Checkpoint folder, shown in the error.
     """
     if ":" in named and named != allowed:
         raise CheckpointError(
@@ -265,13 +248,9 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest checkpoint under `root` in which all files pass verification, or None.
+    """Returns the newest checkpoint, except one, in which all files pass verification, or None.
 
-    Args:
-        root: Folder that contains the checkpoints.
-        other_than: Checkpoint to skip.
-        notify: Function called with a line of text before each checkpoint is read, because reading
-            can be slow.
+    `notify` receives a line before each checkpoint is read, which can be slow.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:

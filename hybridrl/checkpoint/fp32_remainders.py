@@ -14,28 +14,13 @@ HALF = 1 << 15  # half of the last bit that bf16 keeps
 
 
 def join_(bits: Tensor, weight: Tensor, remainder: Tensor) -> Tensor:
-    """Restores fp32 masters.
-
-    Args:
-        bits: Memory for the result, int32.
-        weight: bf16 weights.
-        remainder: Their remainders, int16.
-
-    Returns:
-        The masters, an fp32 view of `bits`.
-    """
+    """Restores fp32 masters of bf16 weights and int16 remainders, as a view of `bits` (int32)."""
     bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
 def split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Stores finite fp32 masters, which are overwritten, as bf16 weights and remainders.
-
-    Args:
-        master: fp32 masters; used as scratch memory.
-        weight: Memory for the bf16 weights.
-        remainder: Memory for the remainders, int16.
-    """
+    """Stores finite fp32 masters, which are overwritten, as bf16 weights and int16 remainders."""
     bits = master.view(torch.int32)
     # The conversion to 16 bits keeps the low half of an integer: the remainder. Adding half of the
     # last kept bit carries into the high half if the remainder is negative.

@@ -1,10 +1,9 @@
 """Copies tensors to host memory, so that a checkpoint can be written while training continues.
 
-Owns the memory for the copies. Memory for tensors from a GPU is page-locked, so that copying uses
-the full bandwidth of the link. The memory is kept between checkpoints, because locking pages takes
-longer than copying. It can be reserved in advance, so that the first copies do not wait for page
-locking. Invariant: a copy does not change between two checkpoints, because all its readers finish
-before the next checkpoint begins.
+Memory for tensors from a GPU is page-locked, so that copying uses the full bandwidth of the link.
+It is kept between checkpoints, because locking pages takes longer than copying, and can be reserved
+in advance. Invariant: a copy does not change between two checkpoints, because all its readers
+finish before the next checkpoint begins.
 """
 
 from __future__ import annotations
@@ -32,13 +31,10 @@ def locked_memory(num_bytes: int) -> torch.Tensor:
 
 
 class Segments:
-    """Places tensors one after another in large segments of memory.
+    """Places tensors one after another in large segments of memory, which `make` allocates.
 
     torch rounds allocations of page-locked memory up to powers of two: a single tensor of 272 MB
     would occupy 512 MiB.
-
-    Args:
-        make: Function that allocates a segment with the given number of bytes; uint8.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
@@ -78,13 +74,10 @@ class HostCopies:
         self._has_reserved = False  # whether the reserved memory is in the segments
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
-        """Starts to allocate page-locked memory in the background. Only the first call has an
-        effect. Allocates nothing if the ranks on this host together would use more than half of the
-        host's free memory.
+        """Starts to allocate page-locked memory in the background, at the first call.
 
-        Args:
-            num_bytes: Approximate size of the copies in bytes.
-            num_ranks: Number of ranks on this host; all of them must call this method.
+        Allocates nothing if this host's `num_ranks`, which must all call this method, together
+        would use more than half of the host's free memory.
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
             return
@@ -95,11 +88,9 @@ class HostCopies:
             self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *page_locks())
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts to copy a tensor from any device to the host. Call `finish` before reading the
-        copy.
+        """Starts to copy a tensor, uniquely named, to the host; `finish` before reading the copy.
 
-        The storage of the copy is exactly as large as the tensor. `name` must be unique among this
-        rank's tensors.
+        The storage of the copy is exactly as large as the tensor.
         """
         if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
@@ -108,12 +99,9 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns a function that maps the number of an optimizer to an Allocator for its saved
-        states. Memory for states from a GPU is page-locked. `take` does not copy tensors that are
-        already in this memory.
+        """Returns a function from an optimizer's number to an Allocator for its saved states.
 
-        Args:
-            model: Name of the model that the optimizers train.
+        Memory for states from a GPU is page-locked, and `take` does not copy what is in it.
         """
 
         def allocate(
@@ -143,9 +131,7 @@ class HostCopies:
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
     ) -> torch.Tensor:
-        """Returns the memory for the tensor `name`. Reuses the memory of the last copy unless the
-        shape or dtype has changed.
-        """
+        """Returns the memory for a tensor, that of the last copy if shape and dtype are equal."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
             kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)
@@ -162,9 +148,7 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of all copies in bytes, as stored in files; the page-locked segments are
-        larger.
-        """
+        """Total bytes of all copies in files; the page-locked segments are larger."""
         return sum(copy.nbytes for copy in self._kept.values())
 
     @property
@@ -173,9 +157,7 @@ class HostCopies:
         return 0 if self._reserved is None else self._reserved.num_taken
 
     def finish(self) -> None:
-        """Waits until all copies are complete. This is the only sync point of an asynchronous
-        checkpoint.
-        """
+        """Waits until all copies are complete, the only sync point of a checkpoint in progress."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
@@ -186,9 +168,7 @@ def page_locks() -> tuple[Callable[[int, int], None], Callable[[int], object]]:
 
 
 def _lock(device: int, address: int, num_bytes: int) -> None:
-    """Page-locks memory for a device. Selects the device first, because new threads start with GPU
-    0 selected.
-    """
+    """Page-locks memory for a device, which new threads must select first."""
     torch.cuda.set_device(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 

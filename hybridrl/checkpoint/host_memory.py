@@ -1,9 +1,7 @@
-"""Determines how much memory the processes of a job may still allocate on this host. Does not
-import torch.
+"""Determines how much memory a job's processes may still allocate on this host. No torch.
 
-A container or a scheduler may set a memory limit below the free memory of the host, and processes
-that exceed the limit are killed. This module reads the limits from control groups, version 2
-(Linux, cgroup-v2.rst).
+A container or a scheduler may set a limit below the host's free memory, and kills processes that
+exceed it. The limits are those of control groups, version 2 (Linux, cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -18,16 +16,12 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Returns how many bytes this process may still allocate: the free memory of the host, or less
-    if a control group has a lower limit.
-    """
+    """Returns the free memory of the host in bytes, or less if a control group has a limit."""
     return min([psutil.virtual_memory().available, *_free_of_groups()])
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Yields the free bytes in each control group of this process, and in its parents, that has a
-    limit.
-    """
+    """Yields the free bytes in each of this process's control groups that has a limit."""
     with suppress(OSError):  # not Linux
         for line in OWN_GROUPS.read_text().splitlines():
             number, _, name = line.split(":", 2)

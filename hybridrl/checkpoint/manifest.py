@@ -1,9 +1,9 @@
-"""Reads and writes the manifest of a checkpoint: its files with sizes and digests.
+"""Reads and writes the manifest of a checkpoint: its files with sizes and digests. No torch.
 
-Owns `manifest.json` and its digest in `manifest.xxh3`. Each file is listed with its size and its
+Each file in `manifest.json`, whose digest is in `manifest.xxh3`, is listed with its size and its
 pieces, which are byte ranges with an XXH3 digest. A sharded file has one piece per tensor, so that
-a rank verifies exactly what it reads; every other file has one piece. Digests detect damage from
-disks, transfers and manual edits, but do not prove who wrote a file. Does not import torch.
+a rank verifies exactly what it reads; every other file has one piece. Digests detect damage, but do
+not prove who wrote a file.
 """
 
 from __future__ import annotations
@@ -57,13 +57,7 @@ class FileEntry(_Part):
 
 
 class Ancestor(_Part):
-    """An earlier checkpoint in the history of another checkpoint.
-
-    Args:
-        step: Number of finished steps.
-        order: `Manifest.order` of the checkpoint, which distinguishes checkpoints with the same
-            step.
-    """
+    """An earlier checkpoint in a history; `order` distinguishes those with the same step."""
 
     step: Whole
     order: Whole
@@ -73,15 +67,12 @@ class Manifest(_Part):
     """Content of `manifest.json`.
 
     Args:
-        format: Version of the format.
         step: Number of finished steps; None if the checkpoint contains only weights.
-        order: Sequence number of this checkpoint: checkpoints in a run folder are numbered in the
-            order in which they were written.
+        order: Number of this checkpoint in the order in which a run's checkpoints were written.
         lineage: Earlier checkpoints in the history of this checkpoint, newest first.
         files: Entry of each file, by path within the checkpoint.
-        unfinished: First entry of the lineage, if the checkpoint of this entry was still being
-            written when the manifest was created. Such a checkpoint may not exist. Set only for
-            copies in host memory.
+        unfinished: First entry of the lineage, if it was still being written when the manifest was
+            created and so may not exist. Set only for copies in host memory.
     """
 
     format: Literal[2] = 2
@@ -162,12 +153,9 @@ def _of_format_1(file: Path, content: bytes) -> Manifest:
 
 
 class DigestingFile:
-    """Writes a file from start to end, and computes the digests of its pieces.
+    """Writes an empty file from start to end, with digests of its pieces, for torch.save.
 
-    Implements the file methods that torch.save calls.
-
-    Args:
-        file: Empty file opened for writing, preferably unbuffered.
+    The file should be unbuffered.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -245,9 +233,7 @@ class Room(Protocol):
     """Destination for a part of a byte range. The part is filled from start to end."""
 
     def next_block(self, start: int) -> memoryview:
-        """Returns memory for the bytes from `start` on. The memory has room for at least one byte,
-        and does not extend beyond the end of the part.
-        """
+        """Returns memory for at least one byte from `start` on, within the part."""
         ...
 
     def filled(self, start: int, num_bytes: int) -> None:
@@ -281,8 +267,7 @@ def read_piece(
     """Reads part of a byte range, and verifies the whole range.
 
     Args:
-        file: Path, shown in errors.
-        handle: File opened for reading, preferably unbuffered.
+        file, handle: Path, shown in errors, and the open file, preferably unbuffered.
         offset, length: Byte range in the file.
         part: Bytes to read, relative to the range.
         room: Destination for these bytes.
@@ -322,9 +307,7 @@ _BUFFERS = threading.local()
 
 
 def _thread_buffer() -> memoryview:
-    """Returns a buffer of READ_BYTES that this thread reuses, because allocating it takes longer
-    than filling it.
-    """
+    """Returns READ_BYTES that this thread reuses; allocating them takes longer than filling."""
     if not hasattr(_BUFFERS, "content"):
         _BUFFERS.content = memoryview(bytearray(READ_BYTES))
     found: memoryview = _BUFFERS.content
@@ -354,9 +337,7 @@ def open_for_reading(file: Path) -> BinaryIO:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Checks that all files exist with the listed sizes. Raises CheckpointError for the first file
-    that does not.
-    """
+    """Raises CheckpointError for the first file that is missing or not of the listed size."""
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
 
@@ -366,10 +347,7 @@ def verify_all(
 ) -> None:
     """Reads and verifies every byte of a checkpoint.
 
-    Args:
-        folder: Checkpoint folder.
-        manifest: Manifest of the checkpoint.
-        notify: Called with a line about each file before it is read.
+    `notify` receives a line about each file before it is read.
 
     Raises:
         CheckpointError: A file is missing or damaged; the error names the first one.

@@ -1,10 +1,8 @@
-"""Manages the folders of copies in host memory. Determines their paths, which copies are usable,
-and which rank writes each file to disk.
+"""Folders of copies in host memory: their paths, usable copies, and who writes them to disk.
 
-Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host, which contains some of the files of a
-checkpoint. The files outlive the processes, but not the host. RUN is an identifier that is stored
-in the run folder (`copies_id`). A run folder that was deleted and created again therefore does not
-find the old copies. Does not import torch.
+`/dev/shm/hybridrl-UID/RUN/step_N` on each host contains some of the files of a checkpoint, which
+outlive the processes, but not the host. RUN is an identifier in the run folder (`copies_id`), so a
+run folder that was deleted and created again does not find the old copies. Does not import torch.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ SHARDED = ".distcp"  # file name suffix that torch uses for sharded tensors
 class HostFiles:
     """Files that one host stores for the copies of a run.
 
-    Args:
-        ranks: Ranks on the host.
-        sizes: Size of each file in bytes. The outer key is the step, the inner key is the path.
-        manifests: Readable manifests, by step.
+    `sizes` has the bytes of each file by step and path, `manifests` those readable, by step.
     """
 
     ranks: Sequence[int]
@@ -55,11 +50,10 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the identifier of a run folder. Creates the identifier if there is none.
+    """Returns the identifier of a run folder, which is created if there is none.
 
     Raises:
-        OSError: The identifier's file may exist but cannot be read. No new identifier is created,
-            because the run would then no longer find its copies.
+        OSError: The identifier's file cannot be read. With a new one, copies would be lost.
     """
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
@@ -80,8 +74,7 @@ def host_folder(number: str) -> Path:
 
 
 def make_host_folder(run_folder: Path, number: str) -> None:
-    """Creates the folder for the copies of a run, and removes the folders of runs that no longer
-    exist.
+    """Creates the folder for a run's copies; removes those of runs that no longer exist.
 
     Raises:
         OSError: There is no memory file system, or the folder belongs to another user.
@@ -111,13 +104,10 @@ def _remove_orphans(root: Path) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether it is certain that a run no longer exists. This is certain if the parent of the run
-    folder is readable and on the same file system as before, and the run folder is missing or was
-    created again. A run folder may also be missing because its file system is temporarily
-    unavailable, or not mounted in this container.
+    """Whether it is certain that the run that a file OF_RUN names no longer exists.
 
-    Args:
-        file: The file OF_RUN in the folder of the run's copies.
+    The run folder is then missing or was created again, although its parent is readable and on the
+    same file system as before. A file system may also be unavailable for a time, or not mounted.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
@@ -137,12 +127,7 @@ def _is_orphan(file: Path) -> bool:
 
 
 def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
-    """Removes copies of a run from this host.
-
-    Args:
-        number: Identifier of the run.
-        keep: Steps whose copies are kept; if empty, the folder is removed too.
-    """
+    """Removes a run's copies from this host except steps to keep; without any, the folder too."""
     folder = host_folder(number)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,17 +149,11 @@ def _remove_file(file: Path) -> None:
 
 
 def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str]) -> None:
-    """Reuses the folder of an old copy on this host for the next copy.
+    """Reuses the folder of an old copy on this host for the next copy, of a `step`.
 
-    The manifest is removed first, so that the old copy is no longer valid. The sharded files are
-    kept and later overwritten, because freeing their memory takes as long as writing, and so does
-    allocating new memory.
-
-    Args:
-        number: Identifier of the run.
-        step: Step of the next copy.
-        complete: Step of the copy to keep, if any.
-        parts: Names of the folders in a copy.
+    The manifest is removed first, so that the old copy is no longer valid. The sharded files in
+    `parts` are overwritten, because freeing and allocating memory takes as long as writing. The
+    copy of step `complete` is kept.
     """
     new = host_folder(number) / f"step_{step}"
     found = {old: path for old, path in _steps(host_folder(number)) if old != complete}
@@ -222,19 +201,14 @@ def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
 def usable(
     hosts: Sequence[HostFiles], newest: Ancestor | None
 ) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
-    """Yields the copies from which the run can continue, newest first. Each result contains the
-    step, the manifest and, for each file, the rank that writes the file to disk (a rank on a host
-    that has the file).
+    """Yields the copies from which the run can continue, newest first.
 
-    A copy is usable only if it is newer than the newest checkpoint and the newest checkpoint is in
-    the history of the copy. The history lacks the newest checkpoint if the user went back to an
-    earlier checkpoint or removed checkpoints. A checkpoint that was being written when the copy was
-    taken may be missing, because ranks failed before the checkpoint was complete. In that case the
-    yielded manifest omits this checkpoint.
+    Each result contains the step, the manifest and, for each file, the rank that writes it to disk.
 
-    Args:
-        hosts: Files on each host.
-        newest: Newest checkpoint, if any.
+    A copy is usable only if it is newer than the newest checkpoint, which is in its history. The
+    history lacks it if the user went back to an earlier checkpoint or removed checkpoints. A
+    checkpoint that was being written when the copy was taken may be missing, because ranks failed
+    before it was complete; the yielded manifest then omits it.
     """
     manifests = {step: found for host in hosts for step, found in host.manifests.items()}
     for step in sorted(manifests, reverse=True):
@@ -265,13 +239,11 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns how many bytes of host memory the copies of checkpoints may use: at most half of the
-    free memory, because checkpoints and file reads also need memory, and at most the free space in
-    the memory file system.
+    """Returns the bytes of host memory that the copies of checkpoints may use.
 
-    Args:
-        reserved: Bytes that checkpoints have already allocated. A negative number means bytes that
-            checkpoints have yet to allocate.
+    At most half of the free memory, because checkpoints and file reads also need some, and at most
+    the free space in the memory file system. Checkpoints have allocated `reserved` bytes; if
+    negative, they have yet to allocate these.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

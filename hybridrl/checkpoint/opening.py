@@ -1,7 +1,6 @@
 """Opens one checkpoint on all ranks. If a rank finds damage, all ranks raise the same error.
 
-Who waits for whom: rank 0 chooses the checkpoint and checks whether it is complete, while the other
-ranks wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees,
+Rank 0 chooses and checks the checkpoint. Then each rank waits until it sees the same manifest,
 because shared file systems show new files late.
 """
 
@@ -29,11 +28,10 @@ POLL_S = 0.5
 def open_on_all_ranks(
     path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
-    """Opens on every rank the checkpoint that rank 0 finds at `path`.
+    """Opens on every rank the checkpoint that rank 0 finds at `path`, complete.
 
-    Rank 0 checks that the checkpoint is complete; later, each rank verifies the digests of the
-    files that it reads. Only the state on rank 0 contains rollouts, because the rollouts of a large
-    job do not fit into the memory of every rank.
+    Only the state on rank 0 contains rollouts, because those of a large job do not fit into the
+    memory of every rank.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or a rank sees a different checkpoint. Raised on
@@ -93,17 +91,14 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
 def damage_is_told(
     world: World, what: str, folder: Path, notify: Notify = print, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Context manager for reading a checkpoint. If any rank finds a damaged file, all ranks raise
-    the same error, which names the newest undamaged checkpoint in the folder.
+    """Raises, for a block that reads a checkpoint, the same error on all ranks.
 
-    The block must not contain collectives, unless a collective that fails on one rank ends on all
-    ranks.
+    It names the newest undamaged checkpoint in the folder. The block must not contain collectives,
+    unless one that fails on one rank ends on all.
 
     Args:
-        world: All ranks.
         what: Description of the block, shown in errors.
         folder: Checkpoint that is read.
-        notify: Prints a message once for all ranks.
         is_unbounded: See `World.all_agree`.
     """
     with world.all_agree(what, is_unbounded) as agreement:

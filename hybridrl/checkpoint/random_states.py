@@ -23,9 +23,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
-    """Restores the random states that `rng_state` returned. Returns False, and restores nothing, if
-    they come from a different type of device.
-    """
+    """Restores what `rng_state` returned; False, and nothing, for another type of device."""
     if _kinds(states) != _kinds(rng_state()):
         return False
     torch.set_rng_state(states["torch"])

@@ -15,11 +15,9 @@ LEAST_THREADS, MOST_THREADS = 4, 16
 
 
 def reading_threads(num_ranks: int = 1) -> int:
-    """Returns the number of threads with which a rank reads: its share of the cores, but at least
-    LEAST_THREADS and at most MOST_THREADS.
+    """Returns the threads with which one of a host's `num_ranks` reads: its share of the cores.
 
-    Args:
-        num_ranks: Number of ranks on this host that read at the same time.
+    At least LEAST_THREADS and at most MOST_THREADS.
     """
     share = len(os.sched_getaffinity(0)) // num_ranks
     return min(max(share, LEAST_THREADS), MOST_THREADS)

@@ -1,12 +1,9 @@
 """Allocates page-locked memory during training, before it is needed.
 
-CUDA allocates page-locked memory in one thread. The process then waits for half a second per GiB or
-more, most of this time for the operating system to provide the pages. Here, several threads first
-touch the pages of ordinary memory, and CUDA locks the pages afterwards.
-
-Who waits for whom: `tensor` waits for the threads. The threads of a second range wait for the
-threads of the first range, which is needed sooner. Invariant: a range is unlocked before its memory
-is freed.
+CUDA's own allocation takes half a second per GiB or more, most of it for the operating system to
+provide the pages. Here, several threads first touch the pages of ordinary memory, and CUDA locks
+them afterwards. `tensor` waits for the threads; those of a second range wait for the first, which
+is needed sooner. Invariant: a range is unlocked before its memory is freed.
 """
 
 from __future__ import annotations
@@ -28,9 +25,7 @@ _TURN = threading.Lock()  # lock held while a range's pages are being touched
 
 
 def threads_beside_training(num_ranks: int) -> int:
-    """Returns the number of threads with which a rank moves memory during training: half of its
-    share of the processors.
-    """
+    """Returns the threads for moving memory during training: half of a rank's processors."""
     own = min((os.cpu_count() or 1) // num_ranks, len(os.sched_getaffinity(0)))
     return min(max(own // 2, LEAST_THREADS), MOST_THREADS)
 
@@ -39,10 +34,8 @@ class ReservedMemory:
     """A range of memory that threads touch and page-lock.
 
     Args:
-        num_bytes: Size of the range.
         num_threads: Number of threads that touch its pages.
-        lock: Function that page-locks the given number of bytes at an address; called on a
-            background thread.
+        lock: Function that page-locks bytes at an address, in a background thread.
         unlock: Function that unlocks the range at an address.
 
     Raises:
@@ -70,9 +63,7 @@ class ReservedMemory:
         self._thread.start()
 
     def tensor(self) -> torch.Tensor | None:
-        """Waits until the memory is page-locked and returns it (uint8). Returns None if locking
-        failed.
-        """
+        """Waits until the memory is page-locked and returns it (uint8); None if that failed."""
         self._thread.join()
         return torch.from_numpy(self._memory) if self._is_locked else None
 

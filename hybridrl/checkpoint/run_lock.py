@@ -1,11 +1,10 @@
-"""Locks a run folder, so that only one run uses it at a time.
+"""Locks a run folder, so that only one run uses it at a time. Does not import torch.
 
-Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
-names the process that holds the lock on the folder. If this process can look up the holder (on the
-same host since the same boot, in the same process namespace), the lock is stale when the holder no
-longer exists. Otherwise the lock is stale when the holder has not touched the file for STALE_S, by
-the clock of the file system. It is also stale if an earlier start of the same Slurm job created it,
-because Slurm ends a job before it restarts the job. Does not import torch.
+The file `run.lock` names the process that holds the lock. If this process can look up the holder
+(on the same host since the same boot, in the same process namespace), the lock is stale when the
+holder no longer exists. Otherwise it is stale when the holder has not touched the file for STALE_S,
+by the clock of the file system, or if an earlier start of the same Slurm job created it, because
+Slurm ends a job before it restarts the job.
 """
 
 from __future__ import annotations
@@ -46,14 +45,11 @@ class Holder:
     """The process that holds the lock on a run folder.
 
     Args:
-        host: Name of the process's host, shown in messages.
-        pid: Process id.
         process_start: Start time of the process, in seconds since the epoch.
         namespace: Identifier of the boot and the process namespace in which `pid` is valid.
         since: Time at which the process locked the folder, shown in messages.
         token: Identifier of this lock.
-        job: Slurm job of the process; empty if there is none.
-        restarts: How many times Slurm had restarted the job.
+        job, restarts: Slurm job of the process, or empty, and how often Slurm had restarted it.
     """
 
     host: str
@@ -91,9 +87,7 @@ class Holder:
             return False
 
     def is_stale(self, folder: Path) -> bool:
-        """Whether the holder no longer exists. Times are compared by the clock of the folder's file
-        system.
-        """
+        """Whether the holder no longer exists, by the clock of the folder's file system."""
         if self.namespace == _namespace():
             return not self._runs()
         job, restarts = _slurm_job()
@@ -113,11 +107,8 @@ class RunLock:
     def acquire(self, notify: Notify) -> bool:
         """Locks the folder, unless this object or the launcher of this process has locked it.
 
-        Args:
-            notify: Function called with a message if a stale lock is replaced.
-
-        Returns:
-            Whether this call locked the folder. If so, the caller must release the lock.
+        `notify` receives a message if a stale lock is replaced. Returns whether the caller must
+        release the lock.
 
         Raises:
             UserError: Another run is using the folder.
@@ -139,8 +130,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Context manager: rank 0 locks the folder while the block runs, unless this process or its
-        launcher already holds the lock. Collective.
+        """Rank 0 locks the folder for a block unless the job holds the lock; collective.
 
         Raises:
             UserError: Another run is using the folder.
@@ -156,9 +146,9 @@ class RunLock:
     def _replace(self, found: Holder | None) -> None:
         """Writes the lock file, replacing a stale file.
 
-        If several processes find the same stale lock, only one of them succeeds: the processes take
-        turns, and all but the first find a new lock. If the file system cannot lock directories,
-        the process whose lock file still exists after SETTLE_S succeeds.
+        Of several processes that find the same stale lock, one succeeds: they take turns, and all
+        but the first find a new lock. On file systems that cannot lock directories, it is the one
+        whose lock file still exists after SETTLE_S.
         """
         own = Holder.here()
         with _in_turn(self._folder):
@@ -184,9 +174,7 @@ class RunLock:
         self._own = own
 
     def _touch(self) -> None:
-        """Updates the modification time of the lock file, unless the file now belongs to another
-        run.
-        """
+        """Updates the lock file's modification time, unless it now belongs to another run."""
         while not self._ended.wait(TOUCH_S):
             # Use the descriptor, because another run may replace the file at any time.
             with contextlib.suppress(OSError), self._file.open("rb") as file:
@@ -201,9 +189,7 @@ class RunLock:
         return self._own.token
 
     def check(self) -> None:
-        """Raises a UserError if another run has locked the folder in the meantime. This can happen
-        after this process was suspended for a long time.
-        """
+        """Raises a UserError if another run has locked the folder, as after a long suspension."""
         found = holder(self._folder)
         wanted = os.environ.get(LOCK_TOKEN) if self._own is None else self._own.token
         if wanted is not None and found is not None and found.token != wanted:
@@ -221,9 +207,7 @@ class RunLock:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Returns the holder of the lock on a run folder, even if the lock is stale; None if there is
-    no lock.
-    """
+    """Returns the holder of a run folder's lock, even if it is stale; None without a lock."""
     return _read(folder / LOCK_FILE)
 
 
@@ -254,9 +238,7 @@ def _read(file: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def _in_turn(folder: Path) -> Iterator[None]:
-    """Context manager: only one process at a time runs its block, if the file system can lock
-    directories.
-    """
+    """Lets one process at a time run its block, if the file system can lock directories."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems do not support locks
@@ -289,9 +271,7 @@ def _age_s(folder: Path) -> float:
 
 
 def _slurm_job() -> tuple[str, int]:
-    """Returns the id of this process's Slurm job (empty if there is none) and how often it was
-    restarted.
-    """
+    """Returns the id of this process's Slurm job, or "", and how often it was restarted."""
     number, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return f"{cluster} {number}" if number else "", int(count) if count.isdecimal() else 0

@@ -67,12 +67,9 @@ def adapters_state(lora: Lora | None, base: BaseReference | None) -> dict[str, A
 
 
 def check_passed_over(saved: SavedBase | None, current: BaseReference | None, folder: Path) -> None:
-    """Checks that a run exports the same tensors that training passes over as its checkpoint.
+    """Checks that a run passes over, and exports, the same tensors as its checkpoint.
 
-    Args:
-        saved: Model with these tensors, according to the checkpoint; None if there are none.
-        current: Model with these tensors in the run; None if there are none.
-        folder: Checkpoint folder, shown in errors.
+    `saved` and `current` are the models with these tensors; None if there are none.
 
     Raises:
         CheckpointError: The run's model has other tensors than the checkpoint's model, or none.
@@ -90,12 +87,7 @@ def check_passed_over(saved: SavedBase | None, current: BaseReference | None, fo
 def check_adapters(
     saved: SavedAdapters | None, lora: Lora | None, base: BaseReference | None, folder: Path
 ) -> None:
-    """Checks that a checkpoint's adapters are those of a run.
-
-    Args:
-        saved: Adapters in the checkpoint; None if it has none.
-        lora, base: Adapters of the run, and the model that they adapt; None if it has none.
-        folder: Checkpoint folder, shown in errors.
+    """Checks that a checkpoint's adapters, if it has any, are those of a run on a base model.
 
     Raises:
         CheckpointError: Only one of them has adapters, or a setting or the base model differs.

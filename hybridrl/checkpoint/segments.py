@@ -7,19 +7,16 @@ MAX_BYTES = 1 << 30
 
 
 def next_segment_bytes(taken: int) -> int:
-    """Returns the size of the next segment, a power of two.
+    """Returns the size of the next segment, a power of two, about that of all earlier ones.
 
-    The next segment is as large as all earlier segments together (`taken` bytes). Small models
-    therefore lock little memory, and large models need few segments.
+    Small models therefore lock little memory, and large models need few segments.
     """
     doubled = 1 << max(taken, 1).bit_length() - 1
     return min(max(doubled, FIRST_BYTES), MAX_BYTES)
 
 
 def locked_bytes(num_bytes: int) -> int:
-    """Returns the total size of the segments for `num_bytes` of tensors that are placed one after
-    another.
-    """
+    """Returns the total size of the segments for tensors placed one after another."""
     taken = 0
     while taken < num_bytes:
         taken += next_segment_bytes(taken)

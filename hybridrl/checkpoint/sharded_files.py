@@ -1,12 +1,10 @@
 """Writes and reads Megatron's sharded tensors with digests, and without unpickling untrusted code.
 
-The files have Megatron's format `torch_dist`, so Megatron can read them. There are three
-differences from Megatron's own writer and reader. First, threads of this process write the tensors
-one after another, directly from their memory; Megatron starts processes, and first copies
-everything that a rank writes from the GPU to page-locked memory. Second, digests are computed while
-writing and verified while reading. Third, the index `.metadata`, a pickle, is read by an unpickler
-that allows only the classes that an index contains, because unpickling could otherwise call any
-function.
+The files have Megatron's format `torch_dist`. Unlike Megatron, threads of this process write the
+tensors one after another, directly from their memory; Megatron starts processes, and first copies
+everything that a rank writes from the GPU to page-locked memory. Digests are computed while writing
+and verified while reading. The index `.metadata`, a pickle, is read by an unpickler that allows
+only the classes that an index contains.
 """
 
 from __future__ import annotations
@@ -124,9 +122,7 @@ def begin_sharded(
 
     Args:
         state: State to write; empty on ranks that have no part of the state.
-        folder: Folder of the files.
         ranks: Ranks that have a part of the state, in ascending order.
-        world: All ranks.
         copies: Host copies from which the files are written, so that the state may change in the
             meantime. If None, the files are written from the state itself.
         num_files: Maximum number of files of this rank; each file has a thread. Existing files are
@@ -155,12 +151,9 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """This rank's files for a state. The files are first planned, then written, then added to the
-    index.
+    """This rank's files for a state: planned, then written, then added to the index.
 
-    Args:
-        writer: Writer of this rank's files.
-        planned: Arguments of the torch function that completes a save.
+    `planned` are arguments of the torch function that completes a save.
     """
 
     def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
@@ -176,23 +169,18 @@ class BegunFiles:
         return self._writer.names
 
     def written(self) -> tuple[dict[str, FileEntry], Any]:
-        """Returns the manifest entries of this rank's files, by name, and the data that
-        `make_index` needs for them. If writing failed, raises the error.
-        """
+        """Returns this rank's manifest entries, by file, and data for `make_index`; or raises."""
         results = self._writer.retrieve_write_results()
         if isinstance(results, tuple):  # torch returns errors as tuples
             raise results[0]
         return self._writer.entries, results
 
     def make_index(self, results: Sequence[Any]) -> None:
-        """Writes the index on rank 0, given the results of `written` from all ranks. Called instead
-        of `finish`.
-        """
+        """Writes the index on rank 0 from all ranks' `written`, in place of `finish`."""
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
-        """Writes the index on rank 0. Returns the manifest entries of this rank's files.
-        Collective.
+        """Writes the index on rank 0; returns this rank's manifest entries. Collective.
 
         Raises:
             CheckpointException: A rank could not write a file.
@@ -202,9 +190,9 @@ class BegunFiles:
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns on rank 0, which has no part of the state, the plain values from rank `first`,
-    because Megatron's reader expects that rank 0 writes them. Returns the state unchanged on other
-    ranks. Collective.
+    """Returns the state, on a rank 0 without a part with the plain values of rank `first`.
+
+    Megatron's reader expects that rank 0 writes them. Collective.
     """
     own = extract_sharded_base(state)[1] if world.rank == first else None
     plain = world.broadcast_object(own, first)
@@ -212,13 +200,9 @@ def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> Sha
 
 
 class ShardedReader:
-    """Reads and verifies sharded tensors.
+    """Reads and verifies sharded tensors of a part (`policy` or `critic`).
 
-    Args:
-        folder: Checkpoint folder.
-        part: Name of the sharded part: `policy` or `critic`.
-        manifest: Manifest of the checkpoint; format 1 has no digests.
-        num_threads: Number of threads that read and verify; see `reading_threads`.
+    A manifest of format 1 has no digests.
 
     Raises:
         CheckpointError: The index is damaged.
@@ -230,8 +214,7 @@ class ShardedReader:
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
-        """Loads the tensors of a state. Equivalent to Megatron's TorchDistLoadShardedStrategy.load
-        (0.16.1, 0.19), but with the reader of this module.
+        """Loads the tensors of a state like Megatron's TorchDistLoadShardedStrategy (0.16.1, 0.19).
 
         Raises:
             CheckpointError: A file is damaged. Raised on all ranks.
@@ -366,9 +349,7 @@ class _FileReader(FileSystemReader):
         return isinstance(found, TensorStorageMetadata) and found.size == tensor.global_shape
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads each requested tensor once. Several threads read the tensors in the order of their
-        offsets in the files.
-        """
+        """Reads each requested tensor once, in several threads and in the order of the files."""
         asked: dict[tuple[str, int], list[ReadItem]] = {}
         for item in plan.items:
             place: _StorageInfo = self.storage_data[item.storage_index]
@@ -409,9 +390,7 @@ class _FileReader(FileSystemReader):
 
 
 def into_files(items: Sequence[WriteItem], num_files: int) -> list[list[WriteItem]]:
-    """Divides the items of a plan among files of similar size. The largest tensors come first, and
-    each is added to the smallest file; objects that are no tensors are added in turn.
-    """
+    """Divides a plan's items among files: the largest tensors first, each to the smallest file."""
     files: list[list[WriteItem]] = [[] for _ in range(num_files)]
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
     for number, item in enumerate(item for item in items if item.type == WriteItemType.BYTE_IO):
@@ -451,15 +430,13 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    If torch reports the offset of the tensor's data, the data are read only once: directly to the
-    destination on the host, or through a small host buffer to a GPU.
+    If torch reports the offset of its data, these are read only once: directly to the destination
+    on the host, or through a small host buffer to a GPU.
 
     Args:
-        file: Path, shown in errors.
-        handle: File opened for reading without a buffer.
+        file, handle: Path, shown in errors, and the file opened without a buffer.
         part: View of the file that contains only this tensor.
-        place: Byte range of the tensor in torch.save's format.
-        piece: The same range with its digest; None if the checkpoint has no digests.
+        place, piece: Byte range of the tensor in torch.save's format, and its digest, if any.
         target: Destination, used if its shape and dtype match the tensor.
     """
     try:
@@ -486,8 +463,7 @@ def _read_tensor(
 
 
 def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
-    """Reads and verifies the index of a sharded part. Unpickling it cannot call arbitrary
-    functions.
+    """Reads and verifies the index of a sharded part, without calling arbitrary functions.
 
     Raises:
         CheckpointError: The index is missing, damaged or malformed.
@@ -526,15 +502,11 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def enum_member(of: Any, name: str) -> Any:
-    """Returns a member of an enum. Needed because Python 3.11.0 to 3.11.3 pickle members as getattr
-    calls.
-    """
+    """Returns a member of an enum, which Python 3.11.0 to 3.11.3 pickle as a getattr call."""
     return of.__members__[name]
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Returns the error of the lowest rank from the errors that torch collected. A CheckpointError
-    takes precedence.
-    """
+    """Returns the lowest rank's error of those that torch collected, CheckpointErrors first."""
     met = [failure for failure, _ in (error.failures[rank] for rank in sorted(error.failures))]
     return next((one for one in met if isinstance(one, CheckpointError)), met[0] if met else error)

@@ -1,16 +1,13 @@
-"""Saves and loads the checkpoints of a run. Models are stored in Megatron's sharded format, the
-state of the training loop as JSON.
+"""Saves and loads the checkpoints of a run. Collective.
 
 A checkpoint is the folder `checkpoints/step_N`. It contains a sharded part for each trained model
-(`policy/`, `critic/`), `state.json` (the state of the training loop), `hf/` (config.json and
-tokenizer files, so that the checkpoint can be converted without other files),
+(`policy/`, `critic/`), in Megatron's format, `state.json` (the state of the training loop), `hf/`
+(config.json and tokenizer files, so that the checkpoint can be converted without other files),
 `rng_rank_R.safetensors`, and `manifest.json` with digests of the other files. The folder is written
 as `step_N.partial` and renamed at the end, so a folder without this suffix was complete when it was
 renamed. The manifest reveals files that were lost or changed later. A checkpoint can be loaded in
-any layout of ranks. All ranks must see the same folder under the same path.
-
-Collective: all ranks call these functions together. Rank 0 chooses the checkpoint and checks
-whether it is complete; each rank verifies the files that it reads.
+any layout of ranks. All ranks must see the same folder under the same path; rank 0 chooses and
+checks the checkpoint, and each rank verifies the files that it reads.
 """
 
 from __future__ import annotations
@@ -66,12 +63,9 @@ _NUMBERS = count()  # numbers the checkpoints that this process begins, identica
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that a thread is writing, and the run's lineage after the checkpoint is
-    complete.
+    """A checkpoint that a thread is writing, and the run's lineage once it is complete.
 
-    Attributes:
-        number: Number of the checkpoint, identical on all ranks.
-        attempts: Counts the calls of `complete_at_end`.
+    `number` is identical on all ranks; `attempts` counts the calls of `complete_at_end`.
     """
 
     begun: BegunCheckpoint
@@ -86,12 +80,9 @@ class CheckpointStore:
 
     Args:
         root: The run's `checkpoints` folder.
-        world: All ranks.
-        keep: Number of checkpoints to keep from the run's lineage; the newest ones are kept.
-        notify: Prints a message once for all ranks.
-        layout: Layout of the models, as text. Random states are restored only in the same layout.
-        grace_s: Maximum number of seconds for which ranks finish writing after an error or at the
-            end of the run.
+        keep: Number of the newest checkpoints of the run's lineage to keep.
+        layout: Layout of the models, as text, in which alone random states are restored.
+        grace_s: Maximum seconds for which ranks finish writing after an error or at the run's end.
 
     Attributes:
         copy_in_memory: Copy in host memory from which the run continues, and the lineage of the
@@ -115,23 +106,18 @@ class CheckpointStore:
         self._pending: _Pending | None = None  # the checkpoint that is being written
 
     def put_back_replaced(self) -> None:
-        """Restores the name of a checkpoint that an earlier start of the run was replacing when it
-        ended.
+        """Restores the name of a checkpoint that an earlier start was replacing when it ended.
 
-        Only the holder of the lock on the run folder may call this method, because another run
-        could be replacing the checkpoint.
+        Only the holder of the lock on the run folder may call this.
         """
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
                 put_back_replaced(self.root)
 
     def newest(self, before_step: int | None = None) -> Path | None:
-        """Returns the newest checkpoint that rank 0 sees, or None.
+        """Returns the newest checkpoint that rank 0 sees, below a step if given, or None.
 
         Changes no files, so another run may save at the same time.
-
-        Args:
-            before_step: Upper limit on the checkpoint's number of finished steps, exclusive.
         """
 
         def choose() -> Path | None:
@@ -148,8 +134,7 @@ class CheckpointStore:
         return self._decide("choosing the checkpoint", choose)
 
     def previous(self) -> Path:
-        """Returns the newest undamaged checkpoint older than the newest checkpoint. Rank 0 verifies
-        it.
+        """Returns the newest undamaged checkpoint but one, which rank 0 verifies.
 
         Raises:
             CheckpointError: There is no such checkpoint.
@@ -183,23 +168,19 @@ class CheckpointStore:
         files: ModelFiles,
         waits: bool = True,
     ) -> Path:
-        """Writes the checkpoint for a step, and removes older checkpoints if there are more than
-        `keep`.
+        """Writes the checkpoint for a step, and removes old ones if there are more than `keep`.
 
         If an earlier checkpoint is still being written, it is completed first.
 
         Args:
             step: Number of finished steps, used in the name of the folder.
-            models: Trained models by name.
             state: State of the training loop, as JSON values.
-            files: Files of the policy's HF directory.
             waits: Whether to return only when the checkpoint is complete. If not, all tensors are
                 copied to host memory, a thread writes the files, and `finish` completes the
                 checkpoint.
 
         Raises:
-            CheckpointError: A file of this checkpoint or of the previous checkpoint could not be
-                written.
+            CheckpointError: A file of this or of the previous checkpoint could not be written.
         """
         self.finish()
         folder = self.root / f"step_{step}"
@@ -218,12 +199,7 @@ class CheckpointStore:
         return folder
 
     def reserve(self, num_bytes: int) -> None:
-        """Begins to reserve host memory, so that the first save does not wait for memory. Only the
-        first call has an effect.
-
-        Args:
-            num_bytes: Approximate size of this rank's part of a checkpoint.
-        """
+        """Begins, at the first call, to reserve host memory for this rank's part (`num_bytes`)."""
         self._copies.reserve(num_bytes, len(self.world.host_ranks))
 
     @property
@@ -233,9 +209,7 @@ class CheckpointStore:
 
     @property
     def lineage(self) -> list[Ancestor]:
-        """Checkpoints in the history of the current state, newest first. The first one may still be
-        unfinished.
-        """
+        """Checkpoints in the current state's history, newest first, which may be unfinished."""
         return list(self._lineage if self._pending is None else self._pending.lineage)
 
     @property
@@ -258,8 +232,7 @@ class CheckpointStore:
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Waits for the checkpoint that is being written, completes it and returns its folder.
-        Collective.
+        """Completes the checkpoint that is being written and returns its folder. Collective.
 
         Raises:
             CheckpointError: A file could not be written. All files of the checkpoint are removed.
@@ -277,9 +250,7 @@ class CheckpointStore:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Context manager: if its block raises an error, calls `complete_at_end` and raises the
-        error again.
-        """
+        """Calls `complete_at_end` if its block raises an error, which is raised again."""
         try:
             yield
         except Exception:
@@ -289,12 +260,8 @@ class CheckpointStore:
     def complete_at_end(self, is_after_error: bool = False) -> None:
         """Completes the checkpoint that is being written, if all ranks finish within `grace_s`.
 
-        Reports whether the checkpoint is complete, or why it is not. If it is not, all ranks may
-        call this method again later.
-
-        Args:
-            is_after_error: Whether an error may prevent some ranks from calling this method. If so,
-                ranks wait for each other for COME_S instead of `grace_s`.
+        Reports why it is not complete; all ranks may then call this method again. After an error
+        that may keep some ranks from calling it, ranks wait for COME_S instead.
         """
         if self._pending is None:
             return
@@ -336,9 +303,9 @@ class CheckpointStore:
         return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
-        """Removes the checkpoints in the run's lineage except the newest `keep`. Checkpoints
-        outside the lineage are not removed: the user went back to an earlier checkpoint, but may
-        still need them.
+        """Removes the checkpoints in the run's lineage except the newest `keep`.
+
+        Others stay: the user went back to an earlier checkpoint, but may still need them.
         """
         for old in lineage[self.keep :]:
             folder = self.root / f"step_{old.step}"
@@ -351,12 +318,7 @@ class CheckpointStore:
     def load(self, path: Path, models: Mapping[str, Saved]) -> SavedState:
         """Restores models, optimizers and, if the layout is the same, random states.
 
-        Args:
-            path: Checkpoint folder, or a run folder, from which the newest checkpoint is loaded.
-            models: Trained models by name.
-
-        Returns:
-            The state that was saved.
+        `path` is a checkpoint, or a run folder for its newest. Returns the state that was saved.
 
         Raises:
             CheckpointError: The checkpoint is damaged, contains only weights, or was saved from a

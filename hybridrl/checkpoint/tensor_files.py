@@ -11,12 +11,10 @@ from hybridrl.checkpoint.manifest import DigestingFile
 
 
 class _WithoutCrc32:
-    """Turns off the checksums of torch.save, because digests replace them. Even with digests,
-    saving takes a fifth less time than with checksums.
+    """Turns off the checksums of torch.save, for a fifth of its time, because digests suffice.
 
-    Each thread that writes must enter this context. The option applies to the thread (torch 2.13)
-    or to the whole process (other versions). For the process, the option is restored when the last
-    thread leaves.
+    Each thread that writes must enter this context. The option is of the thread (torch 2.13) or of
+    the process (other versions), where the last thread that leaves restores it.
     """
 
     def __init__(self) -> None:
@@ -53,10 +51,7 @@ def save_tensor(tensor: torch.Tensor, file: DigestingFile) -> None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy of it, on the host with a storage of exactly its size.
-
-    The size matters because torch.save writes whole storages.
-    """
+    """Returns the tensor on the host, with a storage of its size, which torch.save writes."""
     tensor = tensor.detach()
     if tensor.is_cpu and tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize:
         return tensor

@@ -20,9 +20,7 @@ _STAGED = threading.local()
 
 
 def tensor_room(target: torch.Tensor) -> Room:
-    """Returns the destination for a contiguous tensor. The caller must keep the tensor alive until
-    all bytes are read.
-    """
+    """Returns the destination for a contiguous tensor, which the caller must keep alive."""
     if not target.is_cpu:
         return DeviceRoom(target)
     # Do not use `numpy()`: the storages of parameters are freed during rollouts
@@ -44,9 +42,7 @@ class DeviceRoom:
         return self._staged[:size].numpy().data
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """Copies the block to the device. This is a sync point, because the next block reuses the
-        staging memory.
-        """
+        """Copies the block to the device, a sync point, because the staging memory is reused."""
         self._bytes[start : start + num_bytes].copy_(self._staged[:num_bytes])
 
 

@@ -79,13 +79,9 @@ def load(
     plain: StateDict,
     load_tensors: Callable[[ShardedStateDict], StateDict],
 ) -> StateDict:
-    """Loads a state. Returns the plain values and the loaded tensors under the names in the state.
+    """Returns plain values (of `common.pt`, modified) and tensors under their names in a state.
 
-    Args:
-        state: This rank's part, with tensors to load into.
-        plain: Content of `common.pt`; it is modified.
-        load_tensors: Function that loads the sharded tensors of a state and returns them;
-            collective.
+    `load_tensors` loads the sharded tensors of a state; collective.
 
     Raises:
         CheckpointingException: Parts of a tensor overlap or are missing.

@@ -67,9 +67,7 @@ class ModelFiles:
 class Content:
     """Content of a checkpoint; see `CheckpointStore.save` and `Manifest` for the fields.
 
-    Args:
-        layout: Layout of the ranks, as text. Random states are restored only in the same layout;
-            never if the text is empty.
+    Random states are restored only in the same `layout`, and never if it is empty.
     """
 
     models: Mapping[str, Saved]
@@ -96,18 +94,11 @@ class Content:
 
 
 class BegunCheckpoint:
-    """A checkpoint folder that is being written. Call `begin`, `write` and `complete` in this
-    order.
+    """A checkpoint folder that is being written: call `begin`, `write` and `complete` in order.
 
-    `begin` and `complete` are collective. `write` is not, and may run in a thread if the tensors
-    were copied. After an error, all files of the attempt are removed.
-
-    Args:
-        folder: Destination; an existing checkpoint is replaced.
-        world: All ranks.
-        content: Content to write. With `copies`, the tensors may change after `begin`.
-        copies: Host copies from which tensors are written; if None, the tensors themselves are
-            written.
+    `begin` and `complete` are collective. `write` may run in a thread if tensors are copied to
+    `copies`, and may change after `begin`. After an error, the attempt's files are removed. An
+    existing checkpoint is replaced.
     """
 
     def __init__(
@@ -214,8 +205,7 @@ def write_checkpoint(
     files: ModelFiles,
     layout: str = "",
 ) -> None:
-    """Writes a checkpoint that does not belong to a run. For the arguments, see `BegunCheckpoint`
-    and `Content`. Collective.
+    """Writes a checkpoint that does not belong to a run; see `Content`. Collective.
 
     Raises:
         CheckpointError: A file could not be written. All files of the attempt are removed.
@@ -239,9 +229,7 @@ def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def give_name(partial: Path, folder: Path) -> None:
-    """Flushes a written folder to disk and renames it to its final name. Replaces an existing
-    checkpoint with this name.
-    """
+    """Flushes a written folder to disk and renames it, in place of an existing checkpoint."""
     for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
         _make_durable(path)
     replaced = folder.with_name(folder.name + REPLACED)
@@ -287,12 +275,9 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Context manager for writing files: converts file system errors to CheckpointErrors with a
-    remedy.
+    """Converts file system errors while writing `folder` to CheckpointErrors with a remedy.
 
-    Args:
-        world, what, is_unbounded: See `World.all_agree`.
-        folder: Checkpoint folder, shown in the error.
+    See `World.all_agree` for the other arguments.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:

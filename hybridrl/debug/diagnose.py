@@ -1,8 +1,7 @@
-"""Diagnosis of why a run's engine and trainer compute different log-probabilities: `hybridrl check
---mismatch`.
+"""Diagnosis of different log-probabilities of engine and trainer: `hybridrl check --mismatch`.
 
 Who waits for whom: everything is collective over the world. If a rank's engine fails, the error is
-sent to all ranks before any continues, so that either all ranks take the next step or none does.
+sent to all ranks before any continues.
 
 Engine and trainer process the same prompts from the run. verdicts.py compares the weights (every
 copy, by checksum), the tokens (between ranks and replicas, and with the trainer's choice), the
@@ -59,13 +58,9 @@ Streams = Mapping[str, Tensor]
 
 
 def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any]:
-    """Runs one rank of `hybridrl check --mismatch`.
+    """Runs one rank of `hybridrl check --mismatch`, from the newest checkpoint if there is one.
 
-    Args:
-        config: Configuration with an engine and an algorithm that generate. The weights come from
-            the newest checkpoint, or are the initial weights if there is none.
-        with_reference: Whether engine and trainer are also compared with a float32 forward pass of
-            transformers on rank 0's CPU.
+    `with_reference` also compares with transformers' float32 forward pass on rank 0's CPU.
 
     Returns:
         The report, which is the same on all ranks. Its keys are `agree`, `checkpoint`, `engine`,
@@ -106,12 +101,9 @@ def _can_replay(config: Config) -> bool:
 def diagnose(
     trainer: Trainer, with_reference: bool = False, run_replays: bool = False
 ) -> dict[str, Finding]:
-    """Returns the verdicts `weights`, `tokens`, `sampling`, `numerics` and, if the engine records
-    experts, `routing`. They are the same on all ranks.
+    """Returns the verdicts, in the rollout phase with an idle, `eager` engine, on all ranks.
 
-    Args:
-        trainer: Trainer in the rollout phase with an idle, `eager` engine.
-        run_replays: Whether the run trains with the experts that the engine chose.
+    `run_replays` says whether the run trains with the experts that the engine chose.
     """
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
     weights = _weights(trainer)
@@ -141,9 +133,7 @@ def _weights(trainer: Trainer) -> Finding:
 
 
 def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
-    """Returns this rank's greedy responses and responses sampled with the run's parameters, or the
-    error of the rank's replica.
-    """
+    """Returns this rank's greedy and sampled responses, or the error of its replica."""
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
     greedy = SamplingParams(0.0, max_new_tokens=num_tokens)
@@ -227,9 +217,7 @@ def _batch(
     by_rank: Sequence[Sequence[Answer]],
     layout: RolloutLayout,
 ) -> tuple[TrainBatch, list[int], Placed]:
-    """Returns a batch of the distinct responses from all replicas, ordered by prompt; the index of
-    each prompt's first sample; and the position of each answer in the batch.
-    """
+    """Returns a batch of all distinct responses by prompt, its groups, and the answers' rows."""
     firsts = [by_rank[rank] for rank in layout.ranks if layout.tp_rank(rank) == 0]
     different = {
         (answer.prompt, answer.completion.tokens) for answers in firsts for answer in answers
@@ -276,9 +264,7 @@ def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Te
 def _table(
     trainer: Trainer, engine_rows: Streams, trainer_rows: Streams, exact: Streams
 ) -> list[dict[str, Any]]:
-    """Returns, for each stage, the largest difference between any rank's engine and the trainer.
-    With a reference, also returns the errors of the trainer and of rank 0's engine.
-    """
+    """Returns each stage's largest difference over ranks, and errors against a reference."""
     order = [*stages(trainer.source.shape.num_layers), "logits"]
     difference = {
         s: relative_rms(engine_rows[s], trainer_rows[s]) for s in order if s in engine_rows

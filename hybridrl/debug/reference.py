@@ -1,11 +1,9 @@
 """Reference forward pass with transformers, for `hybridrl check --mismatch --reference`.
 
-Who waits for whom: `reference_streams` is collective over the world. Rank 0 computes while the
-others wait; an error on rank 0 is raised on all ranks.
-
-Owns a float32 model and its plain forward pass: eager attention, transformers' own masks and
-positions, one sequence at a time, no cache. It shares no code with the decoding of the hf engine,
-because the comparison may be about that engine.
+`reference_streams` is collective; rank 0 computes, and its error is raised on all ranks. It is a
+float32 model's plain forward pass: eager attention, transformers' own masks and positions, one
+sequence at a time, no cache. It shares no code with the decoding of the hf engine, because the
+comparison may be about that engine.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from hybridrl.training.model import ParallelModel
 def reference_streams(
     model: ParallelModel, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns the stages that transformers computes on rank 0 with the trainer's weights; empty on
-    other ranks.
+    """Returns transformers' stages with the trainer's weights on rank 0; empty on others.
 
     A stage has one row per prompt token; `logits` has one row per prompt, for its last position.
 

@@ -79,8 +79,7 @@ def engine_streams(
 
 @contextmanager
 def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
-    """Context manager: forward passes call `keep` with the residual stream of each stage. The model
-    must use HF's module names.
+    """Makes forward passes with HF's module names call `keep` with each stage's stream.
 
     In vLLM and SGLang, layers and norms return the MLP's output and the stream separately. SGLang
     returns an object with the logits as an attribute.
@@ -124,16 +123,11 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
 def trainer_streams(
     model: ParallelModel, batch: TrainBatch, wanted_N: Tensor, temperature: float
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Runs one forward pass over the batch, in the training phase.
-
-    Args:
-        batch: Batch of whole samples.
-        wanted_N: Indices of the tokens whose rows are returned, ascending.
-        temperature: Temperature of the log-probabilities.
+    """Runs one forward pass over whole samples, in the training phase.
 
     Returns:
-        The stages (N, D) without `logits`; the final norm of all tokens (T, D); and the
-        log-probability of each response token, (T,).
+        The stages (N, D), without `logits`, of the ascending tokens `wanted_N`; the final norm of
+        all tokens (T, D); and the log-probability of each response token, (T,).
     """
     plan = model.plan(batch, temperature)
     size, num_tokens = model.source.shape.hidden_size, batch.num_tokens
@@ -164,9 +158,7 @@ def trainer_streams(
 
 
 def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> Tensor:
-    """Returns, for each position that this rank computes, the index of its token in the batch; -1
-    for padding.
-    """
+    """Returns the batch's token at each position that this rank computes; -1 for padding."""
     whole, where, layout = one.whole, model.mesh.place, model.mesh.layout
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
@@ -204,9 +196,7 @@ def _megatron_hooks(model: ParallelModel, keep: Keep) -> Iterator[None]:
 
 @torch.no_grad()
 def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
-    """Returns the logits (N, V) for rows of the final norm; the result is the same on every
-    rank.
-    """
+    """Returns the logits (N, V) for rows of the final norm, on every rank."""
     world, source = model.world, model.source
     logits_NV = torch.zeros(len(norm_ND), source.shape.vocab_size)
     head = model.chunks[-1]

@@ -97,9 +97,7 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
 
 
 def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
-    """Computes a saved batch's gradients without an optimizer step, and returns the report.
-    Collective.
-    """
+    """Computes a saved batch's gradients, without a step; returns the report. Collective."""
     terms = {name: batch for name, batch in saved.terms.items() if name in roles.terms}
     found = roles.gradients(saved.batch, saved.step - 1, terms)
     is_finite = all(one.is_finite for one in found)
@@ -127,9 +125,7 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
 
 
 def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
-    """Returns the function that computes the gradients of a loss, and the algorithm that defines
-    the loss.
-    """
+    """Returns the function for the gradients of a loss, and the algorithm that defines it."""
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
         policy = Policy(
@@ -141,9 +137,7 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
 
 
 def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Path | None:
-    """Loads the newest checkpoint from before this step and returns its folder; None if there is
-    none.
-    """
+    """Loads the newest checkpoint from before this step and returns its folder, if any."""
     folder, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
     store = CheckpointStore(folder, meshes.world, keep, layout=meshes.name)
     if (found := store.newest(before_step=step)) is None:
@@ -157,9 +151,7 @@ def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Pat
 
 
 def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
-    """Returns the loss of each micro-batch, the sum of these losses, and the model's
-    gradient norm.
-    """
+    """Returns each micro-batch's loss, their sum, and the model's gradient norm."""
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
         | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
@@ -178,9 +170,7 @@ def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any
 
 
 def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
-    """Returns the rows in micro-batches whose loss is not finite; all rows if there are no such
-    micro-batches.
-    """
+    """Returns the rows in micro-batches whose loss is not finite; all rows if there are none."""
     bad = {row for micro in report["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
     return sorted(bad) or list(range(batch.num_samples))
 
@@ -188,11 +178,9 @@ def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
 def _bad_rows(
     passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Returns the first rows whose own loss or gradient is not finite. The loss is divided by the
-    whole batch's denominator.
+    """Returns the first rows whose own loss, by the batch's denominator, is not finite.
 
-    Searches by bisection, so that a row among N is found in about log2(N) passes. This assumes that
-    the loss is a sum over rows; if only the sum overflows, no row is found.
+    Bisection finds a row among N in about log2(N) passes, or none if only the sum overflows.
     """
     denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []

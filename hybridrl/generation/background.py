@@ -24,8 +24,7 @@ POLL_S = 0.05  # interval at which the main thread checks the job
 class BackgroundThread:
     """Runs one function at a time.
 
-    Attributes:
-        span: Start and end of the last joined work, in seconds of `time.perf_counter`.
+    `span` is the last joined work's start and end, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,13 +47,10 @@ class BackgroundThread:
         self._thread.start()
 
     def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Waits until the work is done. Returns False if it is not done after `timeout_s` seconds.
-
-        Args:
-            poll: Function called every POLL_S; it may raise an exception.
+        """Waits until the work is done, with `poll` every POLL_S; False after `timeout_s`.
 
         Raises:
-            The exception that the work raised.
+            The exception that the work, or `poll`, raised.
         """
         if (thread := self._thread) is None:
             return True

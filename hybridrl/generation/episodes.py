@@ -50,8 +50,8 @@ class _Episode:
 
     Attributes:
         actions: Tokens and text of each turn.
-        runs: Runs of tokens from the same version of the weights, as lists [version, number of
-            tokens]. Observations belong to the run of the preceding turn.
+        runs: Runs of tokens from the same version of the weights, as [version, number of tokens].
+            Observations belong to the run of the preceding turn.
         waits: Whether the response waits for the environment, after a turn or at the beginning.
     """
 
@@ -128,11 +128,8 @@ _SAVED = (
 class OpenResponse:
     """An unfinished response that another replica or process can continue.
 
-    Args:
-        turns: Entry from `Episodes.state`, which may have been converted to JSON and back; never
-            modified.
-        request: Engine request for the current turn; None if the response waits for its
-            environment.
+    `turns` is an entry of `Episodes.state`, possibly through JSON; never modified. `request` is
+    that for the current turn; None if the response waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -191,9 +188,10 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or continues the response `saved`, which is an entry from `state`. The
-        engine may already have a request for the current turn. `sampling.max_new_tokens` limits the
-        total number of tokens in all turns and observations.
+        """Begins a response, or continues `saved`, an entry from `state`.
+
+        The engine may have a request for its turn. `sampling.max_new_tokens` limits the tokens of
+        all turns and observations.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
@@ -216,11 +214,7 @@ class Episodes:
         return []
 
     def leave_engine(self, begun: Mapping[int, Request]) -> dict[int, Request | OpenResponse]:
-        """Returns all unfinished responses and drops them.
-
-        Args:
-            begun: Requests that were removed from the engine, by sample.
-        """
+        """Returns and drops all unfinished responses; `begun` are the engine's, by sample."""
         found: dict[int, Request | OpenResponse] = dict(begun)
         for turns in self.state():
             number = turns["sample_id"]
@@ -235,21 +229,17 @@ class Episodes:
     def advance(
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[Response], list[Request]]:
-        """Processes finished turns of the policy and answers from environments. Returns the
-        responses that ended, and requests for further turns.
+        """Processes turns of the policy and answers from environments.
 
-        Args:
-            completions: Finished turns.
-            blocks: Whether to wait for an answer if no response can continue without one.
+        Returns the responses that ended, and requests for further turns. `blocks` waits for an
+        answer if no response can continue without one.
         """
         responses = self.end_turns(completions)
         answered, requests = self._continue(self._answers(blocks and not responses))
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Processes finished turns of the policy and requests answers from the environments.
-        Returns the responses that ended and therefore need no answer.
-        """
+        """Requests answers to finished turns; returns the responses that ended without one."""
         ended = [self._end_turn(done) for done in completions]
         responses = [response for response in ended if response is not None]
         for response in responses:
@@ -257,12 +247,10 @@ class Episodes:
         return responses
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
-        """Waits for the answers that were requested before the last call or at the beginning of a
-        response, and processes these answers. Later answers are left to the next call, so that the
-        result does not depend on how long environments take. Returns the same values as `advance`.
+        """Processes the answers requested before the last call, or at a response's beginning.
 
-        Args:
-            gives_up: Polled while waiting; if it returns true, the wait ends without answers.
+        Waits for these, and leaves later ones to the next call, so that the result does not depend
+        on how long environments take. Polls `gives_up`; if true, the wait ends without answers.
         """
         answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None and self._wait_for(self._due, gives_up):
@@ -347,9 +335,7 @@ class Episodes:
         return self._broadcast(answers)
 
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
-        """Returns the environments' answers for these responses, or the error that all ranks must
-        raise.
-        """
+        """Returns the environments' answers, or the error that all ranks must raise."""
         try:
             answers = [(number, self._plays.pop(number).result()[0]) for number in ready]
         except UserError as error:
@@ -430,9 +416,7 @@ class Episodes:
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns this rank's counts of events in responses; `episode_metrics` receives the sums of
-    these counts over all ranks.
-    """
+    """Returns this rank's counts of events, whose sums over ranks `episode_metrics` receives."""
     found: Counter[str] = Counter()
     for response in responses:
         assert isinstance(response, Response)
@@ -447,9 +431,7 @@ RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "e
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns `environment/turns_mean`, the shares of responses that ended because of max_turns or
-    the token limit, and how often each note occurred.
-    """
+    """Returns mean turns, shares of responses at a limit of turns or tokens, and notes."""
     num = counts.get(RESPONSES, 0)
     if not num:
         return {name: float(count) for name, count in counts.items()}

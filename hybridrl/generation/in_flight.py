@@ -1,10 +1,9 @@
-"""Keeps track of the groups in flight in a run with a lag, both between steps and while a step
-generates.
+"""Keeps track of the groups in flight in a run with a lag, between steps and within a step.
 
 Collective: all ranks make the same calls and know all groups. Each rank stores the finished and
 unfinished samples of its replica. At the beginning of a step, groups are assigned to replicas, and
 the tokens of each group are sent to the replica that continues it. An interrupted step restarts
-from its beginning, and discards the samples that it had generated. Otherwise a resumed run would
+from its beginning, and discards the samples that it had generated: otherwise a resumed run would
 train on other samples than an uninterrupted run.
 """
 
@@ -43,8 +42,7 @@ class Pool:
 
     Args:
         groups: Groups in ascending order of their numbers, identical on all ranks.
-        samples: Samples of this rank's replica, by number; on rank 0 also the samples of groups
-            without a replica.
+        samples: Samples of this rank's replica, by number; on rank 0 also those without a replica.
         next_number: Number that the next new group will receive.
         cursors: For each step, the position in the data before the step took its prompts.
         response_lengths: State of the expected response lengths.
@@ -57,9 +55,7 @@ class Pool:
     response_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def with_states(self, known: Mapping[int, States]) -> Pool:
-        """Returns a pool with updated group states. `known` maps group numbers to the states that
-        replicas reported.
-        """
+        """Returns a pool with the states of groups, by number, that replicas reported."""
         groups = (
             replace(group, runs=known[group.number][0], is_done=known[group.number][1])
             for group in self.groups
@@ -87,12 +83,8 @@ class Pool:
 class InFlight:
     """Keeps track of the groups in flight.
 
-    Args:
-        lengths: Expected response lengths, shared with the sampler.
-        has_agents: Whether responses come from agents, which cannot move to another replica.
-
-    Attributes:
-        pool: Current groups and samples.
+    `lengths` are shared with the sampler. With `has_agents`, responses cannot move to another
+    replica.
     """
 
     def __init__(
@@ -137,8 +129,7 @@ class InFlight:
         return source.take(num)
 
     def begin_round(self, step: int, num_new: int) -> bool:
-        """Begins a step, or a further round of the step, with `num_new` prompts. Returns whether
-        this is the first round of the step.
+        """Begins a step, or a further round of it, with `num_new` prompts; whether it is the first.
 
         Raises:
             ValueError: The round could not end even if all responses were complete.
@@ -165,9 +156,9 @@ class InFlight:
     def assign(
         self, prompts: Sequence[Prompt], greedy: bool
     ) -> list[tuple[Group, dict[int, Sample | None]]]:
-        """Assigns all groups and new prompts to replicas, and sends each group's samples to its
-        replica. Returns this replica's groups, oldest first, with their samples by number.
-        Collective.
+        """Assigns all groups and new prompts to replicas, and sends each group's samples there.
+
+        Returns this replica's groups, oldest first, with their samples by number. Collective.
         """
         pool, num = self.pool, self._samples_per_prompt + greedy
         # The prompts of one step are consecutive in the data, so one position is enough.
@@ -212,9 +203,7 @@ class InFlight:
     def _exchange_samples(
         self, groups: Sequence[Group], replica_of: Mapping[int, int]
     ) -> Mapping[int, Sample]:
-        """Returns the samples of the groups that this rank's replica continues. The first rank of
-        each replica sends the samples that move to other replicas. Collective.
-        """
+        """Returns the samples that this rank's replica continues, sent by its last. Collective."""
         sent: dict[int, list[Sample]] = {}
         kept: dict[int, Sample] = {}
         for group in groups:
@@ -236,9 +225,7 @@ class InFlight:
         return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
     def _is_reporter(self, group: Group) -> bool:
-        """Whether this rank sends the samples of a group to other ranks. The sender is the first
-        rank of the replica that has the samples, or rank 0 for samples from a checkpoint.
-        """
+        """Whether this rank sends a group's samples: its replica's first, or rank 0 for saved."""
         if group.replica is None:
             return self._world.rank == 0
         return self._replica.is_first and group.replica == self._own_replica
@@ -249,9 +236,7 @@ class InFlight:
         return not self._left[group]
 
     def num_complete(self) -> list[int]:
-        """Returns the number of complete groups for each deadline. Returns zeros except on the
-        first rank of a replica.
-        """
+        """Returns the complete groups by deadline; zeros except on a replica's first rank."""
         whole = [g.born for g in self.pool.groups if self._left.get(g.number) == 0]
         return self._schedule.by_deadline(whole if self._replica.is_first else [], self._step)
 
@@ -265,9 +250,9 @@ class InFlight:
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Stores this replica's samples after they were removed from the engine. On the first rank
-        of the replica, returns the states of the replica's groups. All ranks pass these states to
-        `note_states`.
+        """Stores this replica's samples, removed from the engine.
+
+        On its first rank, returns its groups' states, which all ranks pass to `note_states`.
         """
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
@@ -295,11 +280,7 @@ class InFlight:
         return taken
 
     def drop_late(self, step: int | None = None) -> None:
-        """Drops the groups that are too old for later steps.
-
-        Args:
-            step: Step that has ended. Default: the current step.
-        """
+        """Drops groups that are too old after a step that has ended, by default the current."""
         step = self._step if step is None else step
         _, left, late = self._schedule.choose(self.pool.groups, step, room=0)
         if late:
@@ -319,9 +300,7 @@ class InFlight:
         )
 
     def end_step(self) -> None:
-        """Ends a step after the policy was trained. Groups that the step did not take remain in
-        flight.
-        """
+        """Ends a step after training. Groups that it did not take remain in flight."""
         self.drop_late()
         self._began = None
 
@@ -332,15 +311,11 @@ class InFlight:
             self._lengths.load_state(self.pool.response_lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the ages of the step's samples, including dropped and replaced
-        samples, and of the number of samples in flight for later steps.
-        """
+        """Returns metrics of the ages of the step's samples, and of samples for later steps."""
         return self._lag | queue_metrics(self.pool.groups)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups in flight at the beginning of the step as JSON values. Rank 0 returns
-        the samples of all replicas, other ranks none. Collective.
-        """
+        """Returns the groups at the step's beginning as JSON; samples on rank 0. Collective."""
         pool = self._began or replace(self.pool, response_lengths=self._lengths.state())
         reported = [group for group in pool.groups if self._is_reporter(group)]
         mine = pool.rollouts([number for group in reported for number in self.sample_ids(group)])
@@ -353,12 +328,9 @@ class InFlight:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
-        """Continues from a checkpoint. Drops samples whose sampling parameters differ from the
-        run's parameters. Collective; only rank 0 needs the samples.
+        """Continues from a checkpoint; drops samples with other sampling parameters. Collective.
 
-        Args:
-            state: State from a checkpoint, converted to JSON and back.
-            source: Prompts of the run, at the saved position. If None, no samples continue.
+        Only rank 0 needs the samples. Without a `source`, at the saved position, none continue.
         """
         self._began, self.pool = None, Pool()
         if state.get("in_flight") is None or source is None:
@@ -375,9 +347,7 @@ def restored_pool(
     sample_ids: Callable[[Group], list[int]],
     sampling: SamplingParams,
 ) -> Pool:
-    """Restores the pool from a checkpoint. Drops samples whose sampling parameters differ from
-    `sampling`. Does not change the position of `source`.
-    """
+    """Restores the pool from a checkpoint, without samples of other sampling parameters."""
     saved, table = SavedRollouts(state), state["in_flight"]
     cursors = {int(step): cursor for step, cursor in table["cursors"].items()}
     prompts = _retake_prompts(source, table["groups"], cursors)

@@ -13,17 +13,12 @@ STEPS_BETWEEN_SUMS = 8
 
 
 class JointStop:
-    """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps to decide whether all ranks may
-    stop.
+    """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps: may all ranks stop?
 
-    A rank reads a sum only when the next sum is due. A rank therefore waits only for ranks that are
-    a whole interval behind. The sum before the first step is read immediately, because all engines
-    may be idle. All ranks stop after the same number of steps, which depends only on the counts,
-    not on time.
-
-    Args:
-        begin: Function that starts a sum over the ranks; collective.
-        ends: Function that decides, given the summed counts, whether ranks may stop.
+    A rank reads a sum only when the next sum is due, so it waits only for ranks that are a whole
+    interval behind. The sum before the first step is read immediately, because all engines may be
+    idle. All ranks stop after the same number of steps, which depends only on the counts. `begin`
+    starts a collective sum, `ends` decides from it.
     """
 
     def __init__(
@@ -33,12 +28,7 @@ class JointStop:
         self._pending: PendingSum | None = None
 
     def is_reached(self, num_steps: int, counts: Callable[[], Sequence[int]]) -> bool:
-        """Whether all ranks stop now. Collective every STEPS_BETWEEN_SUMS steps.
-
-        Args:
-            num_steps: Number of steps that this rank's engine has taken, including idle steps.
-            counts: Function that returns this rank's counts.
-        """
+        """Whether all ranks stop after this many steps, with idle ones; collective at intervals."""
         if num_steps % STEPS_BETWEEN_SUMS:
             return False
         pending, self._pending = self._pending, None

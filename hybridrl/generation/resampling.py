@@ -1,10 +1,9 @@
-"""Replaces uninformative groups with groups for further prompts (dynamic sampling, DAPO, Yu et al.
-2025, arXiv 2503.14476, sec. 3.2). A group is uninformative if all its rewards are equal: its
-advantages are then 0, and the policy learns nothing from it.
+"""Replaces uninformative groups with groups for further prompts (dynamic sampling).
 
-Collective: all ranks see the same rewards, so all ranks replace the same groups and choose the same
-new prompts. The number of groups in a step does not change, because groups that are still
-uninformative after the last round are kept. Metrics count the uninformative groups.
+DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2. A group is uninformative if all its rewards are
+equal: its advantages are then 0. All ranks see the same rewards, so they replace the same groups
+and choose the same new prompts. The number of groups in a step does not change, because groups that
+are still uninformative after the last round are kept.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def replace_uniform_groups(
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """Replaces uninformative groups with informative groups for the next prompts, in at most
-    `algorithm.max_resampling` rounds. If this maximum is 0, uninformative groups are only counted.
-    A round in which no response has a score adds no groups.
+    """Replaces uninformative groups in at most `algorithm.max_resampling` rounds.
+
+    If this is 0, they are only counted. A round without a scored response adds no groups.
 
     Returns:
         The batch in ascending order of sample numbers, and the metrics `reward/uniform_groups`
@@ -78,10 +77,9 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Warns if no group of a step is informative. Warns at the first uninformative step, then at
-    the tenth consecutive uninformative step and every 50 steps after it. If most responses were
-    truncated, the warning begins with the share of truncated responses, because truncation is the
-    most likely reason.
+    """Warns if no group of a step is informative: first, after ten in a row, then after every 50.
+
+    If most responses were truncated, the most likely reason, the warning begins with their share.
     """
 
     def __init__(self) -> None:
@@ -118,9 +116,7 @@ class UniformGroupsWarning:
 
 
 def _truncation_text(share: float) -> str:
-    """Returns the beginning of the warning if most responses were truncated, otherwise an empty
-    text.
-    """
+    """Returns the beginning of the warning if most responses were truncated, else ""."""
     if share <= 0.5:
         return ""
     return (

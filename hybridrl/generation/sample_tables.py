@@ -26,9 +26,7 @@ Table = dict[str, Any]
 
 
 def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
-    """Stores the reward of each greedy response as a reward part of all samples in its group. Drops
-    groups whose greedy response has no reward.
-    """
+    """Makes each greedy response's reward a part of its group; drops groups without one."""
     is_greedy_B = batch.sample_ids_B < 0
     groups = batch.group_B[is_greedy_B].tolist()
     reward_of = dict(zip(groups, batch.reward_B[is_greedy_B].tolist(), strict=True))
@@ -53,9 +51,7 @@ def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
 
 
 def table_of(batch: ScoredBatch) -> Table:
-    """Returns the per-sample columns of a batch, which are sent to all ranks. This rank must have
-    all tokens of the batch.
-    """
+    """Returns a batch's per-sample columns, for all ranks, on a rank with all of its tokens."""
     declared = columns_of(ScoredBatch)
     names = [name for name in batch.columns() if not declared[name].per_token]
     table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
@@ -77,14 +73,10 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns a batch with the samples from all ranks in ascending order of their numbers. Each
-    rank has only the tokens of the samples that it passed as `own`.
+    """Returns a batch with all ranks' samples in ascending order; tokens of `own` only.
 
-    Args:
-        tables: Tables by rank; None for ranks without samples. At least one rank must have samples.
-        own: This rank's samples.
-        prompts: Prompts by group.
-        ranks: All ranks.
+    Tables are by rank, None for one without samples, and prompts by group. At least one rank must
+    have samples.
     """
     found = [table for table in tables if table is not None]
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
@@ -127,14 +119,9 @@ def _blobs(
     sizes: Sequence[int],
     order: Any,
 ) -> dict[str, Blob]:
-    """Returns the blobs of all samples, with rows only for this rank's samples.
+    """Returns the blobs of all samples in an order, with rows only for this rank's samples.
 
-    Args:
-        table_blobs: For each table, by blob name, the numbers of rows and an empty array with the
-            shape and dtype of a row.
-        own: This rank's samples.
-        sizes: Number of samples in each table.
-        order: Order of all samples.
+    `table_blobs` has each table's numbers of rows, and an empty array like a row, by blob name.
     """
     found = {}
     for name in {name: None for blobs in table_blobs for name in blobs}:

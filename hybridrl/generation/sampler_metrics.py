@@ -1,6 +1,4 @@
-"""Computes metrics of generation: ages of samples, and waiting times of ranks. Does not import
-torch.
-"""
+"""Metrics of generation: ages of samples, and waiting times of ranks. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +12,9 @@ from hybridrl.parallel.layout import RolloutLayout
 
 
 class Clock(NamedTuple):
-    """Seconds that one rank spent on each activity since its last report.
+    """Seconds since the last report in which a rank's engine worked, and the rank waited.
 
-    Args:
-        busy_s: Time for which the rank's engine worked.
-        waited_s: Time for which the rank waited for samples.
-        all_s: Total time since the last report; 0 in the first report.
+    `all_s` is 0 in the first report.
     """
 
     busy_s: float
@@ -28,11 +23,7 @@ class Clock(NamedTuple):
 
 
 class WaitClock:
-    """Measures the time between two exchanges of samples.
-
-    Attributes:
-        waited_s: Seconds that this rank waited for samples since the last exchange.
-    """
+    """Measures the time between two exchanges of samples, with the rank's waits (`waited_s`)."""
 
     def __init__(self) -> None:
         self.waited_s, self._since = 0.0, 0.0
@@ -46,21 +37,17 @@ class WaitClock:
 
 
 def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
-    """Returns, for each rank, the sum of the times in two parts of a step. Returns only the second
-    part if the first part is missing or its total time is unknown.
-    """
+    """Returns each rank's sum over two parts of a step; the second if the first is unknown."""
     if not clocks or not all(clock.all_s for clock in clocks):
         return others
     return [Clock(*map(sum, zip(*pair, strict=True))) for pair in zip(clocks, others, strict=True)]
 
 
 def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, float]:
-    """Returns the mean share of time for which ranks wait. `idle/training` is the share for which
-    training ranks wait for samples. `idle/rollout` is the share for which ranks with an engine wait
-    for new weights or other engines. Returns an empty mapping if a time is unknown.
+    """Returns the mean share of time for which ranks wait; {} if a time is unknown.
 
-    Args:
-        engines: Ranks with an engine; all other ranks train.
+    `idle/training`: training ranks wait for samples. `idle/rollout`: ranks with an engine wait for
+    new weights or other engines.
     """
     if not all(clock.all_s for clock in clocks):
         return {}
@@ -73,20 +60,16 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
 
 
 def busy_of_replicas(clocks: Sequence[Clock], layout: RolloutLayout) -> tuple[float, float]:
-    """Returns the mean and the maximum time for which a replica worked. The ranks of a replica work
-    at the same time.
-    """
+    """Returns the mean and the maximum time for which a replica's ranks worked together."""
     busy = [clock.busy_s for rank, clock in enumerate(clocks) if layout.tp_rank(rank) == 0]
     return sum(busy) / len(busy), max(busy)
 
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
-    """Returns metrics of the ages of a step's samples. The age of a token is the number of steps
-    between the weights that sampled the token and the weights that are trained on it.
+    """Returns metrics of token ages: steps from sampling weights to the weights in training.
 
-    The metrics are `lag/mean` and `lag/max`, over all tokens; `lag/token_share/N`, the share of
-    tokens that are N steps old; `lag/mixed_share`, the share of samples that several weight
-    versions generated; and `lag/dropped`, the number of discarded samples.
+    `lag/mean` and `lag/max` are over all tokens; `lag/token_share/N` is the share of N steps;
+    `lag/mixed_share` that of samples of several versions; `lag/dropped` counts discarded samples.
     """
     runs = [run for group in taken for sample in group.runs for run in sample]
     tokens = sum(count for _, count in runs)
@@ -104,9 +87,7 @@ def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str
 
 
 def queue_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns `lag/unfinished`, the number of samples in generation, and `lag/waiting`, the number
-    of finished samples that no step has taken.
-    """
+    """Returns the numbers of samples in generation, and of finished ones that no step took."""
     is_done = [done for group in groups for done in group.is_done]
     return {
         "lag/unfinished": float(is_done.count(False)),

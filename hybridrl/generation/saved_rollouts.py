@@ -1,9 +1,7 @@
-"""Converts the finished and unfinished responses of a step for a checkpoint, and finds them in a
-loaded checkpoint.
+"""Converts a step's finished and unfinished responses for a checkpoint, and finds them again.
 
 A response is continued only with the prompt and sampling parameters with which it started;
-otherwise it is generated again. A user's script, or a new attempt at a failed step, may pass
-prompts that differ from the saved step's prompts.
+otherwise it is generated again. A script, or a new attempt at a failed step, may pass others.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ SAMPLES = ("completions", "requests", "episodes", "prompts")
 
 
 class SavedSample(NamedTuple):
-    """Saved data for one response: either the finished response, or the request and the turns that
-    are needed to continue it.
-    """
+    """One response: finished, or the request and the turns that continue it."""
 
     whole: Completion | None = None
     request: Request | None = None
@@ -89,22 +85,16 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_otherwise(state: Mapping[str, Any], exact_with: str | None) -> bool:
-    """Whether the log-probabilities of saved samples may differ from those that the trainer
-    computes in exact mode.
+    """Whether saved log-probabilities may differ from the trainer's in exact mode.
 
-    Args:
-        exact_with: What the run computes with in exact mode; None if its old log-probabilities are
-            not the sampler's, so that any samples will do.
+    `exact_with` is what the run computes with; None if any samples will do.
     """
     has_samples = any(state.get(name) for name in SAMPLES)
     return exact_with is not None and has_samples and state.get("exact_with") != exact_with
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
-    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None for an old
-    checkpoint without sampling parameters, whose responses may have begun with parameters that
-    differ from the run's parameters.
-    """
+    """Returns the sampling parameters in `Sampler.state`; None for an old checkpoint's."""
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)
 
@@ -115,9 +105,10 @@ def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether `sampling` could have produced a finished response. This is true if the response's
-    own parameters, `began` (None if unknown), equal `sampling`. This is also true if `began` and
-    `sampling` differ only in the length limit and the response stopped within both limits.
+    """Whether `sampling` could have produced a finished response.
+
+    Its parameters `began` (None if unknown) are equal, or differ only in a length limit that it did
+    not reach in either.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False
@@ -127,18 +118,14 @@ def done_fits(done: Completion, began: SamplingParams | None, sampling: Sampling
 
 
 def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> bool:
-    """Whether an unfinished response may continue with `sampling`. The request for a single turn
-    may have a lower length limit.
-    """
+    """Whether an unfinished response may continue; a single turn may have a lower limit."""
     limit, most = request.sampling.max_new_tokens, sampling.max_new_tokens
     fits = limit <= most if is_turn else limit == most
     return fits and _same_but_for_length(request.sampling, sampling)
 
 
 def turns_fit(began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether a response that waits for its environment may continue with these sampling
-    parameters.
-    """
+    """Whether a response that waits for its environment may continue with these parameters."""
     if began is None or not _same_but_for_length(began, sampling):
         return False
     return began.max_new_tokens <= sampling.max_new_tokens

@@ -42,11 +42,8 @@ class Group:
         number: Number of the group in the run.
         born: Step in which generation of the group began.
         place: Index of the prompt among the prompts that step `born` took from the data.
-        prompt: Prompt that all samples share.
-        replica: Replica that stores the samples; None if rank 0 stores them or no sample exists
-            yet.
-        runs: For each sample, in ascending order of sample numbers, the runs of tokens from the
-            same weights.
+        replica: Replica that stores the samples; None for rank 0, or if none exists yet.
+        runs: For each sample, in ascending order, the runs of tokens from the same weights.
         is_done: Whether each sample is finished.
     """
 
@@ -80,8 +77,7 @@ class Schedule:
     Args:
         max_lag: Maximum number of steps between the weights that sampled a token and the weights
             that are trained on it. If 0, each step generates all samples that it trains on.
-        per_step: Number of groups that a step trains on.
-        in_flight: Number of groups in flight while a step generates.
+        per_step, in_flight: Groups that a step trains on, and in flight while it generates.
         at_bound: What a step does with groups that have reached the maximum age: wait for them
             ("finish"), or drop them.
         ahead_until: Generation during training pauses when only this many samples are unfinished.
@@ -114,8 +110,8 @@ class Schedule:
 
         Args:
             num_held: Number of groups in flight.
-            is_ahead: Whether the current step already has its samples. If so, only later steps can
-                train on new groups, so fewer new groups are allowed.
+            is_ahead: Whether the current step already has its samples, so that new groups are for
+                later steps, and fewer are allowed.
             room: Number of groups that the step still takes. Default: `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
@@ -123,12 +119,9 @@ class Schedule:
         return max(0, min(self.in_flight, most) - num_held)
 
     def by_deadline(self, born: Sequence[int], step: int) -> list[int]:
-        """Returns how many groups have their deadline at this step, at the next step, and so on. A
-        group's deadline is the last step that may train on it.
+        """Returns how many groups have their deadline at this step, at the next, and so on.
 
-        Args:
-            born: Step that began each group.
-            step: Current step.
+        A deadline is the last step that may train on a group. `born` are the steps that began them.
         """
         found = [0] * (self.max_lag + 1)
         for birth in born:
@@ -167,14 +160,11 @@ class Schedule:
     def choose(
         self, groups: Sequence[Group], step: int, room: int | None = None
     ) -> tuple[list[Group], list[Group], list[Group]]:
-        """Returns the groups that the step takes, the groups that stay in flight, and the groups
-        that are too old for later steps. A further round of this step may take groups that are too
-        old for later steps; otherwise they are dropped when the step ends.
+        """Returns the groups that the step takes, those that stay, and those too old to stay.
 
-        Args:
-            groups: All groups; `may_end` must be true for them.
-            step: Current step.
-            room: Number of groups that the step still takes. Default: `per_step`.
+        `may_end` must be true. A further round may take groups that are too old for later steps;
+        otherwise they are dropped when the step ends. The step still takes `room`, by default
+        `per_step`.
         """
         room = self._room(room)
         ordered = sorted(groups, key=lambda group: group.number)
@@ -193,9 +183,7 @@ SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns the expected number of tokens that a response still needs. If the response is already
-    longer than expected, returns half the number of tokens up to the limit.
-    """
+    """Returns the tokens that a response needs: at least half of those up to the limit."""
     return expected - have if expected > have else max(longest - have, 0) / 2
 
 
@@ -206,15 +194,10 @@ def assign_replicas(
     num_replicas: int,
     moves: bool = True,
 ) -> dict[int, int]:
-    """Assigns each group to a replica such that the remaining work is spread evenly. Returns the
-    replica for each group number. Only incomplete groups may move to another replica.
+    """Assigns each group to a replica such that the remaining work is spread evenly.
 
-    Args:
-        groups: All groups.
-        expected: Expected number of tokens per response, by group.
-        longest: Maximum number of tokens in a response.
-        num_replicas: Number of replicas.
-        moves: Whether incomplete groups may move to another replica.
+    Returns the replica for each group number. Only incomplete groups may move, and only with
+    `moves`. `expected` has the tokens per response by group, of at most `longest`.
     """
     found = {
         g.number: g.replica

@@ -1,8 +1,7 @@
 """Divides groups among replicas by their expected work. Does not import torch.
 
-The result depends only on inputs that every rank has (prompts, and the lengths of collected
-responses), so all ranks compute the same division without communication. Groups are not split,
-because all samples in a group share the prompt as a prefix and a reward may compare the samples.
+All ranks compute the same division from inputs that they have. Groups are not split, because their
+samples share a prefix, and a reward may compare them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ SHARE_OF_NEWEST = 0.5
 
 
 class ResponseLengths:
-    """Predicts response lengths with an exponential average over earlier responses to the same
-    prompt.
+    """Predicts response lengths by an exponential average over a prompt's earlier responses.
 
-    A prompt is identified by its tokens, so training and evaluation share predictions.
+    Its tokens identify a prompt, so training and evaluation share predictions.
     """
 
     def __init__(self) -> None:
@@ -43,9 +41,9 @@ class ResponseLengths:
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected number of tokens in one response to each prompt. For a prompt
-        without earlier responses, returns the mean over the other prompts, or `unknown` if no
-        prompt has responses.
+        """Returns the expected tokens of a response to each prompt.
+
+        Without earlier responses, the mean over other prompts, or else `unknown`.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
@@ -68,18 +66,12 @@ def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> floa
 def spread(
     work: Sequence[float], num_replicas: int, begun: Mapping[int, float] | None = None
 ) -> list[list[int]]:
-    """Repeatedly assigns the largest remaining group to the replica with the least work. Returns
-    the groups of each replica, largest first, because a large group that starts last would run
-    alone.
+    """Repeatedly assigns the largest remaining group to the replica with the least work.
 
-    Args:
-        work: Work of each group.
-        num_replicas: Number of replicas.
-        begun: Work that a replica already has, by replica; default: none.
-
-    Each replica had the least work when it received its last group. Without `begun`, the work of
-    any two replicas therefore differs by at most one group, and the slowest replica takes at most
-    4/3 of the time in the best possible division (Graham 1969, SIAM J. Appl. Math. 17(2), 416-429).
+    Returns the groups of each replica, largest first, because a large group that starts last would
+    run alone. `begun` is work that replicas already have. Without it, the work of any two replicas
+    differs by at most one group, and the slowest takes at most 4/3 of the time in the best possible
+    division (Graham 1969, SIAM J. Appl. Math. 17(2), 416-429).
     """
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     least = [((begun or {}).get(number, 0.0), number) for number in range(num_replicas)]

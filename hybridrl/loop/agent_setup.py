@@ -40,7 +40,6 @@ def make_agent_episodes(
         ends: Tokens that end a turn.
         vocab_size: Number of tokens of the model.
         needs_report: Whether agents must report a reward.
-        notify: Receives notes on the chat template.
 
     Raises:
         UserError: A value of the section `agent` is wrong, or the endpoint cannot listen. Raised on

@@ -1,9 +1,7 @@
-"""Saves a run (every few steps, at intervals, at its end and when it is stopped) and resumes it
-from a checkpoint.
+"""Saves a run (at intervals, at its end and when it is stopped) and resumes it from a checkpoint.
 
-Owns the part of a checkpoint that describes the loop: everything except weights and optimizer
-states. Invariant: all ranks make the same decisions, because decisions about time use rank 0's
-clock.
+Owns the part of a checkpoint that describes the loop. Invariant: all ranks make the same decisions,
+because decisions about time use rank 0's clock.
 """
 
 from __future__ import annotations
@@ -74,15 +72,11 @@ class Checkpoints(Observer):
         return self._lock.held(self.store.world, self._journal.notify)
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or in-memory copy from which to resume; None if there is neither.
-        Collective.
-        """
+        """Returns the checkpoint or in-memory copy from which to resume, or None. Collective."""
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
-        """Writes a checkpoint of the state that was restored from an in-memory copy, if that state
-        is newer than all checkpoints.
-        """
+        """Writes a checkpoint of a state from an in-memory copy that is newer than all others."""
         if self.store.copy_in_memory is not None:
             self.save()
 
@@ -120,9 +114,9 @@ class Checkpoints(Observer):
 
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
-        """Context manager: if a signal arrives while its block runs, completes the checkpoint in
-        progress and saves the run with the responses of the unfinished step. Nothing is saved if
-        nothing changed since the last checkpoint.
+        """Completes the checkpoint in progress and saves the run if a signal arrives in a block.
+
+        The unfinished step's responses are saved too, and nothing if nothing changed.
         """
 
         def save(stop: StopAsked) -> None:
@@ -221,8 +215,7 @@ def run_state(
 ) -> dict[str, Any]:
     """Returns the loop's state as JSON that `SavedState` reads from a checkpoint.
 
-    Args:
-        cursors: States of the prompts, the additional loss terms and the unfinished rollouts.
+    `cursors` are the states of the prompts, of loss terms and of unfinished rollouts.
     """
     scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {

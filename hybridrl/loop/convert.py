@@ -1,6 +1,4 @@
-"""`hybridrl convert`: converts weights between HF directories and Megatron checkpoints, and
-adapters to PEFT directories.
-"""
+"""`hybridrl convert`: HF directories to Megatron checkpoints and back, adapters to PEFT."""
 
 from __future__ import annotations
 
@@ -58,10 +56,8 @@ def convert_rank(
     Args:
         source: An HF directory if `to` is 'megatron', otherwise a checkpoint or run folder.
         target: New or empty folder.
-        tp, pp: Tensor- and pipeline-parallel sizes during the conversion. Runs with any layout can
-            load the result.
-        family: Model family, as in `model.family`. If None, it is read from config.json or from the
-            checkpoint.
+        tp, pp: Parallel sizes during the conversion. Runs with any layout can load the result.
+        family: Model family, by default that of config.json or of the checkpoint.
         base: HF directory of the model from which training began, if it was moved.
     """
     platform = Platform.detect()
@@ -76,9 +72,7 @@ def convert_rank(
 
 
 def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
-    """Returns the mesh for the conversion. The expert-parallel size is the largest common divisor
-    of `tp` and the number of experts.
-    """
+    """Returns the mesh, whose ep is the largest common divisor of `tp` and the experts."""
     ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
     mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))
     world.platform.seed(0)
@@ -156,12 +150,7 @@ def _from_checkpoint(
 
 
 def _load_base(model: ParallelModel, base: BaseReference, moved: Path | None) -> None:
-    """Loads the weights that the adapters in a checkpoint adapt.
-
-    Args:
-        model: Model with adapters.
-        base: Reference to the weights.
-        moved: HF directory that replaces the reference's path.
+    """Loads the weights that a checkpoint's adapters adapt, from another directory if moved.
 
     Raises:
         CheckpointError: The weights are not found, or differ from those of the reference.

@@ -30,12 +30,9 @@ WAITING_COST = 0.0125
 
 
 class Copies:
-    """In-memory copies of a run's state. Copies are made only if the run may restart after a rank
-    fails (`run.max_restarts` > 0).
+    """In-memory copies of a run that may restart after a rank fails (`run.max_restarts` > 0).
 
-    Args:
-        num_bytes: Approximate size of the state that this rank writes.
-        trains: Whether this process trains. If False, copies are neither made nor read.
+    `num_bytes` is the approximate size of this rank's part. Without `trains`, there are no copies.
     """
 
     def __init__(
@@ -57,10 +54,9 @@ class Copies:
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or in-memory copy to resume from, or None; collective. The caller
-        must hold the run folder's lock.
+        """Returns the checkpoint, or newer in-memory copy, to resume from, or None; collective.
 
-        Chooses a copy from an earlier start of the run if that copy is newer than all checkpoints.
+        The caller must hold the run folder's lock.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -73,14 +69,10 @@ class Copies:
         return found
 
     def start(self, step: int, last: int) -> None:
-        """Starts making copies; collective.
+        """Starts making copies after a `step` of a run up to `last`; collective.
 
         Reserves memory in the background during the first steps: first for copies, then for
         checkpoints that are written during training.
-
-        Args:
-            step: Number of finished steps.
-            last: Last step of the run.
         """
         has_room = True
         if self._copies is not None:
@@ -96,9 +88,7 @@ class Copies:
             self._store.reserve(num_bytes)
 
     def _is_due(self, step: int) -> bool:
-        """Whether to copy the state after this step; collective. False for the last step, because a
-        checkpoint saves it.
-        """
+        """Whether to copy the state after this step, unless a checkpoint saves it; collective."""
         if not self._is_on or step >= self._last:
             return False
         if self._every != "auto":
@@ -115,9 +105,7 @@ class Copies:
     ) -> None:
         """Copies the state after a step if a copy is due; collective.
 
-        Args:
-            step: Number of finished steps.
-            state: Returns the loop's state as JSON.
+        `state` returns the loop's state as JSON.
         """
         if not self._is_due(step):
             return
@@ -140,9 +128,7 @@ class Copies:
             self._plan_next(step, start)
 
     def _plan_next(self, step: int, start: float) -> None:
-        """Chooses the step of the next copy, so that copies take at most the allowed fraction of
-        the time.
-        """
+        """Chooses the step of the next copy, to spend at most the allowed share of time."""
         assert self._copies is not None
         now = time.monotonic()
         step_s = (start - self._since) / max(step - self._step, 1)
@@ -161,9 +147,7 @@ class Copies:
             )
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Marks the last copy as valid now that its step has been recorded, and adds the
-        evaluations to the copy.
-        """
+        """Marks the last copy as valid, with its evaluations, as its step has been recorded."""
         if self._copies is not None and self._is_on:
             self._copies.seal(evaluations)
 
@@ -175,7 +159,5 @@ class Copies:
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns the smallest number of steps between two events that each cost `cost_s`, such that
-    the events take at most the fraction `share` of the time.
-    """
+    """Returns the fewest steps between events of `cost_s` that take at most `share` of time."""
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

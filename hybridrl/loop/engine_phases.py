@@ -1,8 +1,7 @@
-"""Switches between the two phases of a run, training and rollout, and checks the engine against the
-trainer when the run starts.
+"""Switches between training and rollout, and checks the engine against the trainer. Collective.
 
-Collective: all ranks call every function together. In the rollout phase, the engine generates with
-the policy's weights. In the training phase, the engine's memory is available for training.
+In the rollout phase, the engine generates with the policy's weights. In the training phase, its
+memory is available for training.
 
 `EnginePhases.check` detects an engine that has the right weights but uses them differently, for
 example with other positions, norms, heads or precision. It first compares each parameter of the
@@ -39,11 +38,7 @@ class EngineDiffersError(RuntimeError):
 
 
 class EnginePhases:
-    """Switches between training and rollout.
-
-    Attributes:
-        is_checked: Whether the engine has been compared with the trainer.
-    """
+    """Switches between training and rollout. `is_checked` once the engine has been compared."""
 
     def __init__(
         self,
@@ -66,10 +61,9 @@ class EnginePhases:
         return self._hybrid_engine.phases.phase is Phase.ROLLOUT
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Sends the policy's weights to the engine; returns metrics of the transfer.
+        """Sends the policy's weights to the engine; returns metrics.
 
-        Args:
-            verifies: Whether to compare each parameter with its source.
+        `verifies` compares each parameter with its source.
         """
         # Other ranks may still be reading or writing files.
         self._sampler.world.arrive("the work before the reshard")
@@ -77,12 +71,9 @@ class EnginePhases:
             return self._hybrid_engine.to_rollout(self._position.step, verifies).metrics()
 
     def check(self, memory_table: Callable[[], str]) -> None:
-        """Sends the weights to the engine and checks that engine and trainer compute the same
-        log-probabilities.
+        """Sends the weights and checks that engine and trainer compute equal log-probabilities.
 
-        Args:
-            memory_table: Function that returns a table of the device's memory. This method prints
-                the table.
+        Prints the text of `memory_table`.
 
         Raises:
             VerifyError: A parameter of the engine differs from its source.
@@ -124,9 +115,7 @@ class EnginePhases:
 
 
 def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) -> list[Request]:
-    """Returns requests whose prompts are random tokens from a fixed seed. Every second prompt also
-    has an image, or other content that the model reads.
-    """
+    """Returns requests of random tokens from a fixed seed, every second one with an image."""
     rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
     length = min(PROMPT_TOKENS, max_prompt_tokens)
     # Sample at the temperature at which the policy computes log-probabilities, without top-p or
@@ -147,9 +136,7 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
 
 
 def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Completion]]:
-    """Returns, for each replica in order, the completions that it generated for the requests. Call
-    it in the rollout phase, while the engines are idle.
-    """
+    """Returns each replica's completions, in the rollout phase with idle engines."""
     world, layout = sampler.world, sampler.layout
     with world.all_agree("the first generation"):
         done = generate(sampler.engine, requests) if world.rank in layout.ranks else []
@@ -165,12 +152,10 @@ def _compare(
     completions: Sequence[Sequence[Completion]],
     config: Config,
 ) -> float:
-    """Returns the mean absolute difference between the engine's and the trainer's
-    log-probabilities, for the replica with the largest difference. Call it in the training phase.
+    """Returns the largest mean absolute difference of a replica, in the training phase.
 
     Raises:
-        EngineDiffersError: The difference exceeds the bound for the model's dtype, or for an
-            engine that computes in FP8.
+        EngineDiffersError: It exceeds the bound for the model's dtype, or for an FP8 engine.
     """
     bound = bounds_of(policy.model.source.dtype, config).refuse
     prompts = [

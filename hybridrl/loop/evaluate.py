@@ -37,9 +37,7 @@ Answers = Mapping[int, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, with the scorer for their responses. If `scorer` is None, the scorer
-    of the run is used.
-    """
+    """Prompts to evaluate on, scored by the run's scorer if they have none."""
 
     prompts: Sequence[Prompt]
     reward: RewardConfig
@@ -55,12 +53,10 @@ class Evaluation:
         reward: Mean reward over responses; None if only `sets` were evaluated.
         accuracy: Mean score from the scorer that defines accuracy; None if no scorer defines
             accuracy, or if a score is outside 0 to 1.
-        num_scored: Number of responses with a score. It can be smaller than the number of generated
-            responses, because `reward.on_error` may drop some.
+        num_scored: Number of responses with a score, less those that `reward.on_error` drops.
         note: Reason why there is no accuracy.
         accuracy_stderr: Standard error of the accuracy over prompts.
-        pass_at: pass@k by k: probability that at least one of k responses is right (has a score of
-            1).
+        pass_at: Probability, by k, that at least one of k responses is right (has score 1).
         majority: Mean score of the most frequent answer to each prompt; None if each prompt has
             only one response, or if the scorer extracts no answers.
         num_errors: Number of responses on which a scorer failed or timed out.
@@ -110,10 +106,7 @@ class Evaluation:
         return found
 
     def record(self) -> dict[str, float]:
-        """Returns the results that a run stores for each evaluation: `reward`, `accuracy` with its
-        standard error, the mean score of each of several scorers, and the accuracy on each
-        evaluation set.
-        """
+        """Returns what a run stores: `reward`, `accuracy`, scorers, sets and standard errors."""
         own = {"reward", "accuracy", "accuracy" + STDERR}
         kept = dict(self.scores) if len(self.scores) > 1 else {}
         kept |= {key: value for key, value in self._figures().items() if key in own}
@@ -134,9 +127,8 @@ class Evaluation:
 class Evaluations:
     """Stores the results of a run's evaluations, and decides when the next one is due.
 
-    Attributes:
-        by_step: Results by the number of finished steps: `reward`, and `accuracy` if it is defined.
-            Keys of results from loop/validation.py begin with VALIDATION.
+    `by_step` has `reward`, `accuracy` if defined, and validation results that begin with
+    VALIDATION.
     """
 
     def __init__(
@@ -151,9 +143,7 @@ class Evaluations:
         self._steps, self._section, self._own, self._sets = steps, section, own, sets
 
     def are_due(self, step: int, last: int) -> bool:
-        """Whether an evaluation is due after step `step`, if the last step is `last`. Also true if
-        the run has no evaluation yet, or if a signal prevented an evaluation that was due.
-        """
+        """Whether an evaluation is due, is the first, or was prevented by a signal."""
         if not self.have_prompts or str(step) in self._generated_steps():
             return False
         is_first = not self._generated_steps() or step == 0
@@ -198,9 +188,7 @@ class Evaluations:
         return dataclasses.replace(own, sets=found)
 
     def announce(self, step: int, notify: Callable[[str], None]) -> None:
-        """Prints the number of responses in the run's first evaluation, because this evaluation
-        delays the first step.
-        """
+        """Prints the size of the run's first evaluation, which delays the first step."""
         if not self._generated_steps():
             sets = [self._own, *self._sets.values()]
             num = sum(len(prompts.prompts) * prompts.samples_per_prompt for prompts in sets)
@@ -257,8 +245,7 @@ def evaluate(
     section: EvalConfig,
     before_scoring: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Generates responses to each prompt and scores them; collective. The result is the same on all
-    ranks.
+    """Generates and scores responses to each prompt; collective, with equal results.
 
     Raises:
         UserError: There are no prompts, or the scorer that `reward.accuracy` names returned a score
@@ -288,9 +275,7 @@ def evaluate(
 
 
 def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Answers | None:
-    """Returns the answers in all responses, extracted by the scorer that defines accuracy; None if
-    it cannot extract answers. Collective.
-    """
+    """Returns the answers in all responses, if the accuracy's scorer extracts any. Collective."""
     name = accuracy_part(scored, config)
     parts = {part.name: part.function for part in sampler.scorer.parts}
     answer = traits_of(parts[name]).answer if name in parts else None
@@ -304,9 +289,7 @@ def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Ans
 
 
 def accuracy_part(scored: ScoredBatch, config: RewardConfig) -> str:
-    """Returns the name of the reward part that counts as accuracy, or "" if accuracy is not
-    defined.
-    """
+    """Returns the reward part that counts as accuracy, or "" if accuracy is not defined."""
     parts, name = scored.reward_parts, config.accuracy_scorer()
     if len(parts) == 1 or (name not in parts and not config.functions):
         return next(iter(parts))  # the first of several functions passed from Python
@@ -367,9 +350,7 @@ def _by_prompt(
 def _accuracies(
     groups: Sequence[Group], samples_per_prompt: int, pass_k: Sequence[int], answers: Answers | None
 ) -> dict[str, Any]:
-    """Returns fields of `Evaluation`: the accuracy and, if prompts have several samples, pass@k and
-    majority.
-    """
+    """Returns the accuracy and, with several samples per prompt, pass@k and majority."""
     mean = mean_of([float(np.mean(scores)) for scores, _ in groups])
     found: dict[str, Any] = {"accuracy": mean.value, "accuracy_stderr": mean.stderr, "pass_at": {}}
     for k in (k for k in pass_k if k <= samples_per_prompt):

@@ -1,8 +1,6 @@
-"""Exports trained models as HF or PEFT directories: after each checkpoint if `checkpoint.export_hf`
-is set.
+"""Exports trained models as HF or PEFT directories, as `hybridrl convert` does. Collective.
 
-Collective: every rank that can write to the folder writes some of the tensors. `hybridrl convert`
-uses `export_model` too.
+Every rank that can write to the folder writes some of the tensors.
 """
 
 from __future__ import annotations
@@ -101,12 +99,9 @@ def export_model(
 def export_peft(
     model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
 ) -> None:
-    """Writes a model's LoRA adapters as a PEFT directory; collective.
+    """Writes a model's LoRA adapters, all that is trained (`peft_rule`), for PEFT; collective.
 
-    Args:
-        model: Language model with adapters, of which nothing else is trained (`peft_rule`).
-        side_files: Folder whose tokenizer files are copied.
-        card: Text for README.md.
+    See `export_model` for the arguments.
 
     Raises:
         UserError: Rank 0 cannot write; raised on all ranks.
@@ -122,9 +117,7 @@ def export_peft(
 
 
 def merging_note(model: ParallelModel) -> str | None:
-    """Returns a sentence about what merging the adapters loses; None without adapters.
-    Collective.
-    """
+    """Returns a sentence about what merging the adapters loses, if there are any. Collective."""
     lost = model.merging_loss()
     if lost is None:
         return None
@@ -133,8 +126,7 @@ def merging_note(model: ParallelModel) -> str | None:
 
 
 def peft_notice(model: ParallelModel) -> str | None:
-    """Returns a sentence about adapters in a PEFT directory that PEFT does not load; None if there
-    are none.
+    """Returns a sentence about adapters in a PEFT directory that PEFT does not load, if any.
 
     PEFT (0.21, with transformers 5) takes every target with the name of an expert's projection for
     the stacked experts, so it creates no adapters on dense and shared layers of these names.
@@ -155,10 +147,9 @@ def peft_notice(model: ParallelModel) -> str | None:
 
 
 def declare_turn_end(directory: Path) -> None:
-    """Adds the chat template's end-of-turn token to the end tokens in generation_config.json, so
-    that other engines stop where the run's responses stopped.
+    """Adds the template's end-of-turn token to generation_config.json, if it lacks it.
 
-    Changes nothing if the model's files already list the token, or if there is no chat template.
+    Other engines then stop where the run's responses stopped.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -184,9 +175,7 @@ def export_with_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Writes a model as an HF directory, together with the run's tokenizer, which may exist only in
-    memory.
-    """
+    """Writes an HF directory with the run's tokenizer, which may exist only in memory."""
     export_model(model, directory, side_files, card)
     with model.world.all_agree("writing the tokenizer"):
         has_tokenizer = any(directory.glob("tokenizer*"))
@@ -197,9 +186,7 @@ def export_with_tokenizer(
 
 
 class Exports:
-    """Writes a run's HF or PEFT directories: `exports/step_N` for the policy or the trained reward
-    model, and `exports/step_N_critic` for the critic of a policy.
-    """
+    """Writes `exports/step_N` for the policy or reward model, `step_N_critic` for a critic."""
 
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
         self._config, self._notify = config, notify
@@ -211,8 +198,7 @@ class Exports:
         models: Mapping[str, ParallelModel],
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Exports the models of a new checkpoint, and removes exports whose checkpoints no longer
-        exist. Does nothing unless `checkpoint.export_hf` is set.
+        """Exports a new checkpoint, and removes exports of removed ones, if the config says so.
 
         Raises:
             UserError: A file cannot be written.
@@ -264,12 +250,9 @@ def model_card(
     evaluations: Mapping[str, Mapping[str, float]],
     is_peft: bool = False,
 ) -> str:
-    """Returns the README.md of an exported model.
+    """Returns the README.md of an exported model, or of its adapters alone.
 
-    Args:
-        is_peft: Whether only the model's adapters are exported.
-
-    The text contains no secrets, because references to environment variables are not expanded.
+    It contains no secrets, because references to environment variables are not expanded.
     """
     is_scorer = model.head == "value"
     front = {
@@ -301,9 +284,7 @@ def _shown(base: str) -> str:
 
 
 def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields the lines of a table that compares the first and the last evaluation, with standard
-    errors.
-    """
+    """Yields a table of the first and the last evaluation, with standard errors."""
     steps = sorted(evaluations, key=int)
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
     yield f"| | step {steps[0]} | step {steps[-1]} |"

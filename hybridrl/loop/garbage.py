@@ -2,13 +2,11 @@
 
 A full collection visits every object. With vLLM there are more than half a million, so a collection
 stops a rank for half a second while other ranks wait. Almost all long-lived objects exist after the
-first step, so this module freezes all objects at that time (`gc.freeze`). vLLM 0.26 freezes objects
-when an engine has started (engine/core.py), but a run may use another engine, and the first step
-creates more objects.
+first step, so this module freezes all objects then (`gc.freeze`). vLLM 0.26 does so when an engine
+has started (engine/core.py), which is earlier and for its runs only.
 
 Frozen objects in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The
-next Trainer then collects the cycles that the previous Trainer left, because they may hold device
-memory.
+next Trainer then collects the cycles that it left, because they may hold device memory.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ def take_back() -> None:
 
 
 def collect_earlier() -> None:
-    """Frees earlier Trainers of this process that are no longer referenced, whether or not they
-    were closed.
-    """
+    """Frees earlier Trainers that are no longer referenced, whether or not they were closed."""
     if _was_used.is_set():  # otherwise a collection would only delay the start
         take_back()
         gc.collect()

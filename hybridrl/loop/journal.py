@@ -1,7 +1,7 @@
 """Writes the records of a run: its folder, phase times, metrics, samples and summary.
 
-Each rank writes its own phase file. Rank 0 writes all other records. Every rank measures its
-phases, because the slowest rank determines the duration of a step.
+Rank 0 writes them, except phase files. Every rank measures its phases, because the slowest rank
+determines the duration of a step.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ class StepWarning(Protocol):
 class Journal(Observer):
     """Writes the records of a run.
 
-    Attributes:
-        unseen_bytes: Function that returns a correction to torch's count of bytes in use on this
-            rank's device: the bytes that torch's allocator misses, minus the bytes that the
-            allocator counts for tensors without memory.
+    `unseen_bytes` returns what torch's allocator misses on this rank's device, minus what it counts
+    for tensors without memory.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -192,9 +190,7 @@ class Journal(Observer):
         return [f"{key} {shown(before)} -> {shown(now)}" for key, (before, now) in changed.items()]
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
-        """Returns metrics of sampled responses: their rewards, and the fraction of responses that
-        were truncated.
-        """
+        """Returns metrics of sampled responses: their rewards, and the truncated share."""
         samples = batch.by_sample()
         rewards, parts = samples.reward_B, samples.reward_parts
         names = parts if len(parts) > 1 else ()
@@ -208,11 +204,9 @@ class Journal(Observer):
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds lengths, times, memory and FLOPs to a step's metrics; collective. The result is the
-        same on all ranks.
+        """Adds lengths, times, memory and FLOPs to a step's metrics; collective, all equal.
 
-        Args:
-            flops: Model FLOPs by phase, summed over all ranks.
+        `flops` has model FLOPs by phase, summed over all ranks.
         """
         lengths = batch.by_sample().response_lengths_B.float()
         # Gathering waits for ranks that are still writing files.
@@ -268,9 +262,7 @@ class Journal(Observer):
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Reports that all steps of the run are already finished. Writes `summary.json` only if it
-        is missing, which happens if a signal arrived during the last step.
-        """
+        """Reports that all steps are finished; writes `summary.json` if a signal prevented it."""
         goal = f"step {done}" if done >= last else f"steps.stop_at_accuracy after step {done}"
         self.notify(
             f"{self.folder} has reached {goal}: nothing is left to train. Raise steps.num_steps to "
@@ -299,9 +291,7 @@ class Journal(Observer):
         return summary
 
     def close(self) -> None:
-        """Closes all files, and records how the start ended: with the exception that is being
-        handled, or without one.
-        """
+        """Closes all files, and records how the start ended, with the current exception if any."""
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
@@ -339,9 +329,9 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns the results of the first and the last evaluation as `NAME_before` and `NAME_after`,
-    with standard errors. A result that is missing from one of the two evaluations is left out; it
-    is not replaced by the result of another step.
+    """Returns first and last results as `NAME_before` and `NAME_after`, with standard errors.
+
+    A result that is missing from one of the two is left out.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):
@@ -363,9 +353,7 @@ def before_and_after(evaluations: Evaluations) -> dict[str, float]:
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns the results before and after training by label. Leaves the reward out if it equals
-    another result.
-    """
+    """Returns results before and after training by label, the reward only if it is different."""
     endings = ("_before", "_after")
     names = dict.fromkeys(
         key.removesuffix(ending) for ending in endings for key in summary if key.endswith(ending)

@@ -1,6 +1,6 @@
-"""Memory ledger: lists how much device memory each part of a run uses on this rank, by phase.
+"""Memory ledger: device memory of each part of a run on this rank, by phase.
 
-The ledger is printed when a run starts and with every out-of-memory error.
+It is printed when a run starts and with every out-of-memory error.
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ class Entry:
 
 
 class MemoryLedger:
-    """Tracks the parts of the run that have been built on this rank's device so far.
+    """Tracks the parts that have been built on this rank's device so far; None before that.
 
-    Attributes:
-        models: Models by role.
-        engine: Engine, or None before it starts.
-        hybrid_engine: Hybrid engine, which knows whether a switch of phases frees memory; None
-            until it is built.
+    The hybrid engine knows whether a switch of phases frees memory.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -61,7 +57,7 @@ class MemoryLedger:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Context manager: adds the ledger and remedies to out-of-memory errors from torch or vLLM.
+        """Adds the ledger and remedies to out-of-memory errors from torch or vLLM.
 
         Raises:
             DeviceMemoryError: Replaces the out-of-memory error.
@@ -80,11 +76,9 @@ class MemoryLedger:
 def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
-    """Returns an entry for each part of the models and the engine, including memory that they will
-    allocate later.
+    """Returns an entry for each part, including memory that will be allocated later.
 
-    Args:
-        keeps_memory: Whether switches of phases free no memory (`HybridEngine.keeps_memory`).
+    With `keeps_memory`, switches of phases free none (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():
@@ -122,9 +116,7 @@ def entries(
 
 
 def table(found: list[Entry], platform: Platform) -> str:
-    """Returns the ledger as text, followed by the numbers that the device reports. The table is in
-    GiB, or in MiB if all of it is less than 1 GiB.
-    """
+    """Returns the ledger and the device's own numbers as text, in GiB or, below 1 GiB, in MiB."""
     sums = [sum(e.num_bytes for e in found if _phases(e)[number]) for number in range(2)]
     unit, size = ("GiB", 2**30) if max(sums) >= 2**30 else ("MiB", 2**20)
     lines = [f"{f'memory of this rank, {unit}':34}{'training':>10}{'rollout':>10}"]

@@ -1,5 +1,4 @@
-"""Interface for observers of a run, which handle metrics, records, copies, evaluation and
-checkpoints.
+"""Observers of a run: metrics, records, copies, evaluation and checkpoints.
 
 The trainer calls observers at fixed points of its loop. All ranks have the same observers in the
 same order, so each call may be collective.
@@ -20,13 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step.
+    """A finished step, numbered from 1: all samples, those that it trained on, and metrics.
 
-    Args:
-        number: Number of the step, from 1.
-        scored: All samples of the step with their rewards.
-        batch: Samples that the step trained on, with all columns.
-        metrics: Metrics so far; observers add more.
+    Observers add more metrics.
     """
 
     number: int
@@ -49,9 +44,7 @@ class Observer:
         """Called when a step begins."""
 
     def weights_changed(self, number: int) -> None:
-        """Called after the optimizer step. The engine still has the old weights, and has released
-        its memory.
-        """
+        """Called after the optimizer step; the engine has the old weights, and no memory."""
 
     def step_ends(self, record: StepRecord) -> None:
         """Called when the step has ended and the engine has the new weights."""
@@ -71,13 +64,7 @@ class Observer:
 
 
 def last_step(num_steps: int | None, until: int | None, done: int, default: int) -> int:
-    """Returns the last step to train, given the arguments of `Trainer.fit`.
-
-    Args:
-        num_steps: Number of additional steps.
-        until: Last step.
-        done: Number of finished steps.
-        default: Last step if neither is given.
+    """Returns the last step to train, for the arguments of `Trainer.fit` or the default.
 
     Raises:
         UserError: Both are given, or one is negative.
@@ -97,7 +84,5 @@ def last_step(num_steps: int | None, until: int | None, done: int, default: int)
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Whether an event is due after this step: after every `every` steps, and after the last step.
-    If `every` is 0, only after the last step.
-    """
+    """Whether an event is due after this step: every `every` steps (0: never), and at the end."""
     return step == last or (every > 0 and step % every == 0)

@@ -1,7 +1,6 @@
 """Tracks the position of a run: finished steps, elapsed time, next prompts and random states.
 
-An interrupted step is repeated from its beginning with the same prompts and random states, whether
-in the same process or after a restart.
+An interrupted step is repeated from its beginning with the same prompts and random states.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds, and records how much of the run's data has been consumed.
+    """Counts a run's steps and seconds, and records how much of its data has been consumed.
 
-    Attributes:
-        step: Number of finished steps.
-        has_begun: Whether a checkpoint was loaded or a step has begun. If so, `fit` loads no
-            checkpoint.
+    If `has_begun`, with a checkpoint or a step, `fit` loads no checkpoint.
     """
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
@@ -67,9 +63,7 @@ class Position:
             self.load(cursors)
 
     def state(self) -> dict[str, Any]:
-        """Returns the data cursors from the beginning of the current step, as JSON for a
-        checkpoint.
-        """
+        """Returns the data cursors at the current step's beginning, as JSON for a checkpoint."""
         return self._cursors() if self._began is None else self._began[0]
 
     def load(self, cursors: Mapping[str, Any]) -> None:

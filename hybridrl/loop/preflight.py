@@ -1,8 +1,6 @@
-"""Checks the configuration, model, weights, data and run folder before any rank starts. Does not
-import torch.
+"""Checks the configuration, model, weights, data and run folder before any rank starts. No torch.
 
-Collects all violations into one ConfigError. Writes no files except a record of the data files that
-have passed their checks.
+Collects all violations into one ConfigError. Writes only a record of data files that passed.
 """
 
 from __future__ import annotations
@@ -81,13 +79,11 @@ def model_violations(
     default_dtype: str = "bfloat16",
     machines: Machines | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Checks the configuration against the config.json and the families of the model and the
-    teacher.
+    """Checks the configuration against the models' config.json files and families.
 
     Args:
-        has_teacher: Whether to check the teacher, if one is configured. Only training uses it.
-        default_dtype: Dtype that model.dtype=auto stands for. The default, bfloat16, applies to
-            GPUs.
+        has_teacher: Whether to check the teacher, which only training uses, if there is one.
+        default_dtype: Dtype of model.dtype=auto; bfloat16 on GPUs.
         machines: GPUs and nodes on which the ranks run; None if unknown.
 
     Returns:
@@ -133,8 +129,7 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Checks everything that `train --replay` needs. A replay reads no data rows and loads no
-    teacher.
+    """Checks everything that `train --replay` needs, which is neither data rows nor a teacher.
 
     Raises:
         ConfigError: Contains every violation.
@@ -182,9 +177,7 @@ def validate_training(
 
 
 def check_exports(folder: Path) -> None:
-    """Raises UserError if the exports of a run could not be written, or would replace exports whose
-    checkpoints are gone.
-    """
+    """Raises UserError if exports could not be written, or would replace others' exports."""
     exports, remedy = folder / EXPORTS, "Move it away, or choose another run.name."
     if os.path.lexists(exports) and not exports.is_dir():
         raise UserError(str(exports), "a file", "a folder, or no such path", remedy)
@@ -199,13 +192,10 @@ def validate_evaluation(
 ) -> None:
     """Checks everything that `eval` needs.
 
-    Args:
-        prompts: Files that replace `data.eval_prompts`.
-        checkpoint: Folder that replaces the run's newest checkpoint.
+    `prompts` replace `data.eval_prompts`, `checkpoint` the run's newest.
 
     Raises:
-        UserError: Either a ConfigError that contains every violation, or the first error in the
-            checkpoint.
+        UserError: A ConfigError with every violation, or the first error in the checkpoint.
     """
     if prompts:
         config = config.with_eval_prompts(prompts)
@@ -230,14 +220,10 @@ def validate_evaluation(
 
 
 def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -> None:
-    """Checks everything that `serve` needs.
-
-    Args:
-        checkpoint: Folder that replaces the run's newest checkpoint.
+    """Checks everything that `serve` needs, with a checkpoint in place of the run's newest.
 
     Raises:
-        UserError: Either a ConfigError that contains every violation, or the first error in the
-            checkpoint.
+        UserError: A ConfigError with every violation, or the first error in the checkpoint.
     """
     found = without_training(_common(config, world_size, has_teacher=False))
     is_checked = config.agent.is_on  # among the other violations
@@ -290,13 +276,9 @@ def validate_conversion(
 def check_adapter_conversion(
     checkpoint: Checkpoint, state: SavedState, to: FileFormat, base: Path | None
 ) -> None:
-    """Checks that a checkpoint can be converted to a format, with its adapters and the tensors that
-    training passed over.
+    """Checks that a checkpoint can be converted, with adapters and tensors passed over.
 
-    Args:
-        checkpoint, state: The checkpoint, which may contain no adapters.
-        to: Format to write.
-        base: HF directory that replaces the path of the model from which training began.
+    `base` replaces the path of the model from which training began.
 
     Raises:
         UserError: The format cannot contain what was trained, or the model from which training
@@ -336,8 +318,7 @@ def check_weights(
     """Checks the headers of the weight files in an HF directory.
 
     Raises:
-        UserError: Names the first file or tensor that is missing, is damaged or does not belong to
-            this model.
+        UserError: Names the first file or tensor that is missing, damaged or of another model.
     """
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
@@ -370,12 +351,10 @@ def _common(
 def local_machines(
     section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
 ) -> Machines | None:
-    """Returns the GPUs and nodes of the ranks that this host starts, or of ranks on several hosts
-    if `slots` lists the number on each host.
+    """Returns the GPUs and nodes of the ranks on this host, or of `slots` on several hosts.
 
-    Returns None if the placement depends on facts that only the ranks can determine together: which
-    GPUs other nodes have, or in which order CUDA numbers GPUs of different models. In that case the
-    ranks check the placement.
+    None if only the ranks can know them: other nodes' GPUs, or the order in which CUDA numbers GPUs
+    of different models. The ranks then check the placement.
     """
     if not named_roles(section):
         return Machines(world_size)
@@ -430,9 +409,7 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
 
 
 def _check_run(config: Config, reads_newest: bool = True, trains: bool = True) -> None:
-    """Raises an error if the run folder belongs to another run, or if the newest checkpoint or the
-    tokenizer files are damaged.
-    """
+    """Raises an error for another run's folder, or damage to the checkpoint or tokenizer."""
     check_run_folder(config, trains)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
     if newest is not None and reads_newest:
@@ -468,12 +445,8 @@ def _trackers(config: Config) -> Iterator[UserError]:
 class _Scored:
     """Conditions that rows must meet so that responses to them can be scored.
 
-    Args:
-        columns: Columns that each row must have.
-        check: Function that checks one row. None if `reward.on_error` determines the scores of bad
-            rows, so that bad rows do not stop the run. Also None if the rewards themselves are
-            invalid.
-        reads_images: Whether the model reads images.
+    `check` checks one row. None if `reward.on_error` scores bad rows, which then do not stop the
+    run, or if the rewards themselves are invalid.
     """
 
     columns: Sequence[str] = ()
@@ -629,9 +602,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
 
 
 def _own_code(config: Config) -> Iterator[UserError]:
-    """Checks the user's functions and classes. A user's algorithm is only looked up, not imported,
-    because importing it would import torch.
-    """
+    """Checks the user's code; looks up an algorithm without importing it, and so torch."""
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
     yield from check_agent(config.agent)

@@ -1,6 +1,4 @@
-"""Builds the rollout engine on its ranks, the sampler that uses it, and the hybrid engine that
-sends it the policy's weights. Collective.
-"""
+"""Builds the engine, the sampler, and the hybrid engine, which sends weights. Collective."""
 
 from __future__ import annotations
 
@@ -59,11 +57,9 @@ def rollout_layout(
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Assigns each rank in `ranks` (None for all ranks) to an engine replica and to a part of that
-    replica.
+    """Assigns ranks, by default all, to engine replicas and to parts of them.
 
-    If the engine accepts any placement of experts, they are placed so that a weight transfer moves
-    the fewest bytes.
+    Experts, if the engine accepts any placement, are placed to move the fewest bytes.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(base_of(source.family), source.shape, rollout.tp, rollout.ep)
@@ -89,9 +85,7 @@ def engine_source(
 def report_merging(
     source: ModelSource, rollout: RolloutConfig, notify: Callable[[str], None]
 ) -> None:
-    """Reports LoRA adapters that the engine does not hold next to the weights, but receives merged
-    into them.
-    """
+    """Reports LoRA adapters that the engine receives merged into the weights."""
     note = merging_notice(rollout.engine, source.family, source.shape)
     if note is not None:
         notify(
@@ -103,9 +97,7 @@ def report_merging(
 def training_memories(
     models: Collection[ParallelModel],
 ) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
-    """Returns the memory that trained models release before the engine receives their weights, and
-    the memory that they release afterwards.
-    """
+    """Returns the memory that models release before, and after, the engine has their weights."""
     return (
         [model.memory for model in models if model.memory is not None],
         [m.trained_weights for m in models if m.trained_weights is not None],
@@ -145,11 +137,10 @@ def share_memory(
     device: torch.device,
     keeps_weights: bool = False,
 ) -> None:
-    """Places the gradients of released models in the memory of the sleeping engine, if the engine
-    can lend memory and csrc/ is compiled. Otherwise gradients are freed before each rollout.
+    """Places released models' gradients in the sleeping engine's memory, if it can lend some.
 
-    Args:
-        keeps_weights: Whether the engine lends only its KV cache (`MemoryLender.lend`).
+    csrc/ must be compiled; otherwise gradients are freed before each rollout. With `keeps_weights`,
+    the engine lends only its KV cache (`MemoryLender.lend`).
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
@@ -161,18 +152,13 @@ def share_memory(
 
 
 def is_mostly_frozen(source: WeightSource) -> bool:
-    """Whether more than half of this rank's weights never change, so that sending them once saves
-    more than their memory is worth to gradients, which are few then.
-    """
+    """Whether over half of this rank's weights are frozen: memory to keep them, not gradients."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in source.tensors.items()}
     return 2 * sum(sizes.get(name, 0) for name in source.frozen) > sum(sizes.values())
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
-    """Returns a correction to the bytes in use that torch's allocator reports for this rank: the
-    bytes that the allocator misses, minus the bytes that it counts for a sleeping engine, whose
-    tensors have no memory.
-    """
+    """Returns the bytes that torch's allocator misses, minus those of a sleeping engine."""
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
     return sum(memory.unseen_bytes for memory in memories) - released
@@ -187,10 +173,8 @@ def build_engine(
 ) -> EngineAdapter:
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
-    Args:
-        reserved_bytes: Device memory, in bytes, that the trainer will allocate later and keep
-            during rollout.
-        shard: Trainer memory that the engine may use directly as its parameters.
+    The trainer will allocate `reserved_bytes` and keep them during rollout. The engine may use its
+    `shard` directly as parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
     return build(
@@ -219,12 +203,7 @@ def report_copies(
     engine: EngineAdapter,
     notify: Callable[[str], None],
 ) -> None:
-    """Reports matrices that trainer and engine split in the same way but store separately;
-    collective.
-
-    Args:
-        shard: Trainer memory that the engine could use.
-    """
+    """Reports matrices that trainer and engine split equally but store separately; collective."""
     missed = 0
     if isinstance(engine, SharingEngine) and shard is not None:
         missed = len(shared_names(shard.layout, engine.layout()).keys() - engine.shared)
@@ -280,9 +259,7 @@ def make_sampler(
 
 
 def _exact_with(config: Config, source: ModelSource) -> str | None:
-    """Returns what determines the bits of log-probabilities that serve as old ones; None if the
-    sampler's do not.
-    """
+    """Returns what decides the bits of the sampler's log-probabilities, if they are old ones."""
     if not config.old_is_sampled:
         return None
     processor = torch.backends.cpu.get_cpu_capability()
@@ -359,9 +336,7 @@ def make_episodes(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
 ) -> Episodes | None:
-    """Creates the object that runs multi-turn episodes; None if no environment is configured.
-    Collective.
-    """
+    """Creates the object that runs multi-turn episodes, if there is an environment. Collective."""
     if config.environment.name is None:
         return None
     arguments = config.data.template_arguments

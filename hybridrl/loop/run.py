@@ -15,9 +15,7 @@ from hybridrl.parallel import heartbeat
 
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
-    """Runs one rank of `hybridrl train`. Returns the exit code: 0, or 128 plus the number of the
-    signal that stopped the rank.
-    """
+    """Runs one rank of `hybridrl train`. Returns 0, or 128 plus the signal that stopped it."""
     trainer = Trainer(config)
     try:
         trainer.fit(resume=resume)
@@ -43,8 +41,7 @@ def evaluate_rank(
     """Runs one rank of `hybridrl eval`.
 
     Args:
-        config: Configuration. Its layout may differ from the layout of the run that wrote the
-            checkpoint.
+        config: Configuration. Its layout may differ from that of the checkpoint's run.
         checkpoint: Checkpoint or run folder. If None, the run's newest checkpoint, or the initial
             weights if there is no checkpoint.
         prompts: Files that replace `data.eval_prompts`.

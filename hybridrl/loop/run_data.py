@@ -143,9 +143,7 @@ def report_special_tokens(
     ends: Sequence[int],
     notify: Callable[[str], None],
 ) -> None:
-    """Reports the special tokens with which prompts begin, and the run's end tokens if they differ
-    from the tokenizer's.
-    """
+    """Reports prompts' first special tokens, and end tokens that differ from the tokenizer's."""
     front = TextTokens(tokenizer).front
     if front and first.tokens[: len(front)] == front:
         begin = shown_tokens(tokenizer, front)
@@ -155,8 +153,7 @@ def report_special_tokens(
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer from `model.tokenizer` or from the model's own directory, without
-    executing remote code.
+    """Loads the tokenizer of `model.tokenizer` or of the model, without remote code.
 
     Raises:
         ModelError: The tokenizer cannot be read, or has token ids that are not below the model's
@@ -180,8 +177,7 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Checks that all tokens in the prompts are in the model's vocabulary. A user's own tokenizer
-    may have more tokens.
+    """Checks that prompts' tokens are in the model's vocabulary, unlike a user's tokenizer's.
 
     Raises:
         ModelError: Names the first prompt that has a token outside the model's vocabulary.
@@ -201,8 +197,7 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
 
 
 def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Checks that the rewards can score all rows that were passed from Python. The command line
-    checks the rows of files.
+    """Checks that the rewards can score all rows from Python, as the command does for files.
 
     Raises:
         DataError: Names the first row that the rewards cannot score.
@@ -225,9 +220,7 @@ def load_data(
     rows: Rows | None,
     notify: Callable[[str], None],
 ) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Loads the training prompts (with responses if the algorithm needs them) and the evaluation
-    prompts.
-    """
+    """Loads the prompts for training, with responses if needed, and for evaluation."""
     data = config.data
     loaded = load_rows(data, config.rollout, store, needs, rows)
     if data.eval_share:
@@ -260,9 +253,9 @@ def load_validation(
     held_out: Sequence[Prompt],
     notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
-    """Loads `data.validation`, whose rows contain the kind of responses that the algorithm learns
-    from. If it is not set, returns the rows that `data.eval_share` holds out, if they have
-    responses.
+    """Loads `data.validation`, with the responses that the algorithm learns from.
+
+    If it is not set, returns what `data.eval_share` holds out, if that has responses.
     """
     data = config.data
     if data.validation:
@@ -272,9 +265,7 @@ def load_validation(
 
 
 def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns the held-out prompts, or () if the scorer cannot score responses to them, because the
-    rows contain responses but not the answer that the scorer needs.
-    """
+    """Returns the held-out prompts, or () if they lack the answer that the scorer needs."""
     scorers = config.reward.scorers().values() if is_scored(config) else ()
     if not held_out or held_out[0].response_tokens is None or not scorers:
         return held_out

@@ -1,9 +1,8 @@
-"""Records each start of a run for the run's report: when the start began and ended, its ranks,
-machine and git commit, and the seconds until its first step.
+"""Records a run's starts for its report: times, ranks, machine, git commit, first step.
 
-Owns `run.json` in the run folder: `{"starts": [...]}`, oldest first. Rank 0 writes it. A start
-without `exit` is still running or was killed. A thread looks up the commit, because git takes
-seconds on some file systems.
+`run.json` in the run folder is `{"starts": [...]}`, oldest first, by rank 0. A start without `exit`
+is still running or was killed. A thread looks up the commit, because git takes seconds on some file
+systems.
 """
 
 from __future__ import annotations
@@ -79,11 +78,9 @@ class RunStarts:
 
 
 class StartTimes(Observer):
-    """Measures how long each part of a start takes on this rank, from the creation of its process.
+    """Measures how long each part of a start takes on this rank, from its process's creation.
 
-    Attributes:
-        report: Function called after the first step with the seconds that each part took.
-        seconds: Seconds of each finished part, in order.
+    `report` receives the `seconds` of each part, in order, after the first step.
     """
 
     def __init__(self) -> None:
@@ -117,9 +114,7 @@ def exit_of(error: BaseException | None) -> str:
 
 
 def commit() -> str | None:
-    """Returns the git commit of the installed package, followed by "+" if files were changed.
-    Returns None if the package is not in a git checkout, or if git fails.
-    """
+    """Returns the package's git commit, with "+" if files were changed; None if unknown."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,9 +1,7 @@
-"""Creates the records of samples in `rollouts/`: texts, rewards by part, and numbers for each
-token.
+"""Creates the records of samples in `rollouts/`: texts, rewards, and numbers for each token.
 
-Collective: all ranks send their tokens to rank 0, a few samples at a time. Only rank 0 yields
-records. A record contains the number of characters of each token, not the token itself.
-Log-probabilities are integers in millinats.
+Collective: all ranks send tokens to rank 0, which yields records, a few samples at a time. A record
+has each token's number of characters instead of the token, and log-probabilities in millinats.
 """
 
 from __future__ import annotations
@@ -27,10 +25,9 @@ LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching 
 def sample_records(
     scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer, world: World
 ) -> Iterator[dict[str, object]]:
-    """Yields the record of each sample on rank 0. Other ranks must iterate too.
+    """Yields each sample's record on rank 0. Other ranks must iterate too.
 
-    Args:
-        learned: The samples with log-probabilities from the trainer (`Roles.learned`), or None.
+    `learned` are the samples with the trainer's log-probabilities (`Roles.learned`), or None.
     """
     row_of = {} if learned is None else _rows_by_key(learned)
     scored = scored.with_blobs()
@@ -124,14 +121,11 @@ def runs(values: Sequence[int]) -> list[list[int]]:
 
 
 def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
-    """Returns the number of characters of each token. The numbers add up to the length of the text.
+    """Returns the number of characters of each token, which add up to the length of the text.
 
     A token may contain only some bytes of a character, or its text may depend on neighbouring
-    tokens. The number for such a token is 0, or includes the characters of its neighbours. Counting
-    becomes exact again at the next token that is found in the text.
-
-    Args:
-        pieces: Text of each token when decoded alone; "" for a token that the text omits.
+    tokens. It then has 0, or its neighbours' characters, until the next token that is found in the
+    text. `pieces` are the tokens decoded alone; "" for one that the text omits.
     """
     counts: list[int] = []
     at = num_lost = 0

@@ -1,9 +1,8 @@
 """File format for a mini-batch and everything needed to repeat its optimizer step.
 
-The file is a safetensors file. Columns, prompt tokens and the random states of all ranks are
-tensors. Everything else is JSON, stored in a tensor of bytes, because a safetensors header is
-limited to 100 MB. Each distinct prompt is stored once. Reading the file executes no code. It
-contains no weights; a checkpoint provides them.
+In a safetensors file, columns, prompt tokens and the random states of all ranks are tensors, and
+everything else is JSON in a tensor of bytes, because a header is limited to 100 MB. Each distinct
+prompt is stored once. Reading the file executes no code. A checkpoint provides the weights.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class SavedBatch:
 
     Args:
         batch: Samples from all ranks, with all columns that the losses read.
-        step: Number of the training step, from 1.
-        update: Number of the optimizer step within the training step, from 0.
+        step, update: Number of the training step, from 1, and of its optimizer step, from 0.
         config: Configuration of the run as YAML.
         rng: Random states of each rank before the forward and backward passes.
         terms: Mini-batches for the additional terms of the policy's loss, by name.
@@ -245,9 +243,7 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
 
 
 def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Tensor]:
-    """Concatenates rows of integers into one tensor. Returns the tensor and the lengths of the
-    rows; the length is -1 for a row that is None.
-    """
+    """Concatenates rows of integers. Returns the tensor and the lengths, -1 for None."""
     lengths = [-1 if row is None else len(row) for row in rows]
     values = list(chain.from_iterable(row or () for row in rows))
     return {

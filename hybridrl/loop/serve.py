@@ -34,13 +34,7 @@ MAX_KEPT = 2000  # turns of the session that later requests can continue
 
 @dataclass(frozen=True)
 class Address:
-    """Where the endpoint listens.
-
-    Args:
-        host: Address.
-        port: Port; 0 for any free port.
-        names: Further names that clients may use for this host.
-    """
+    """Where the endpoint listens: port 0 for any free port, and further names of this host."""
 
     host: str
     port: int
@@ -57,8 +51,7 @@ def serve_rank(
     """Runs one rank of `hybridrl serve`.
 
     Args:
-        config: Configuration. Its layout may differ from the layout of the run that wrote the
-            checkpoint.
+        config: Configuration. Its layout may differ from that of the checkpoint's run.
         checkpoint: Checkpoint folder. If None, the run's newest checkpoint, or the initial weights
             if there is no checkpoint.
         tool_format: Name of the format of tool calls, or `auto`.
@@ -96,13 +89,7 @@ def answer_forever(
     sampling: SamplingParams,
     seed: int,
 ) -> NoReturn:
-    """Samples the turns of a queue; all ranks of the replica call it together.
-
-    Args:
-        queue: Turns to sample; None except on the first rank of the replica.
-        sampling: Parameters of the run.
-        seed: Seed of the run.
-    """
+    """Samples the turns of a queue, on a replica's first rank; all its ranks call it together."""
     while True:
         arrivals = Arrivals()
         if queue is not None:

@@ -1,8 +1,4 @@
-"""Prepares a run before its components are built: pins hub names to commits, checks rules, finds
-machines and chooses the layout.
-
-Collective: all ranks call every function together.
-"""
+"""Prepares a run: hub commits, rules, machines and layout. Collective."""
 
 from __future__ import annotations
 
@@ -51,10 +47,9 @@ PLANNER = "hybridrl.services.planner.choose"
 
 
 class LayoutChooser(Protocol):
-    """Function that chooses a layout. It returns configuration values by dotted key.
+    """Function that chooses configuration values for a layout, by dotted key.
 
-    Args:
-        gpus_per_node: Number of ranks per node; None if unknown.
+    `gpus_per_node` is None if unknown.
     """
 
     def __call__(
@@ -63,12 +58,11 @@ class LayoutChooser(Protocol):
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
-    """Returns the configuration with choices that rank 0 made for all ranks; collective. Called
-    before a World exists.
+    """Returns the configuration with rank 0's choices; collective, before a World exists.
 
-    Rank 0 chooses a commit for every hub name, the layout if `layout: auto` leaves it open, and
-    `train.optimizer_memory` on GPUs if it is 'auto'.
-    Also fills in the values that `rollout.generation_config` copies from the model.
+    These are a commit for every hub name, the layout if `layout: auto` leaves it open, and
+    `train.optimizer_memory` on GPUs if it is 'auto'. Also fills in the values that
+    `rollout.generation_config` copies from the model.
 
     Raises:
         UserError: A hub name or a layout cannot be found; raised on every rank.
@@ -93,8 +87,9 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
 
 
 def check_rules(config: Config, machines: Machines, trains: bool) -> None:
-    """Checks the whole configuration, given the world size and the model's shape. If `trains` is
-    False, neither the teacher nor knobs for training are checked.
+    """Checks the whole configuration, given the world size and the model's shape.
+
+    Without `trains`, neither the teacher nor knobs for training are checked.
 
     Raises:
         ConfigError: Contains every violated rule.
@@ -152,8 +147,7 @@ def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
     """Returns the layout in which the policy is trained.
 
-    With `train.order=auto`, the order depends on the model's shape and on the nodes. This requires
-    that LOCAL_WORLD_SIZE is set, and that every role uses all ranks.
+    `train.order=auto` requires that LOCAL_WORLD_SIZE is set, and every role uses all ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)

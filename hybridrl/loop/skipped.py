@@ -1,10 +1,8 @@
-"""Counts, reports and saves optimizer steps that are skipped because a loss or gradient is not
-finite.
+"""Counts, reports and saves optimizer steps that are skipped for a loss or gradient. Collective.
 
-Collective: when these functions are called, every rank already knows that the step is skipped. The
-ranks then exchange which values were not finite, and whether rank 0 could save the batch.
-Invariant: the folder contains the newest `train.max_skipped_steps` + 1 batches, which is enough for
-the longest allowed sequence of skipped steps.
+Every rank already knows that the step is skipped. The ranks then exchange which values were not
+finite, and whether rank 0 could save the batch. Invariant: the folder contains the newest
+`train.max_skipped_steps` + 1 batches, enough for the longest allowed sequence.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ from hybridrl.training.update import Gradients
 
 
 class SkippedSteps:
-    """Counts a run's skipped optimizer steps, and ends the run if too many are skipped in a row.
-
-    Attributes:
-        in_a_row: Number of optimizer steps skipped since the last optimizer step that was taken.
-    """
+    """Counts skipped optimizer steps, and ends the run after too many since the last one taken."""
 
     def __init__(
         self, config: Config, world: World, folder: Path, notify: Callable[[str], None]
@@ -50,11 +44,7 @@ class SkippedSteps:
     ) -> None:
         """Counts, reports and saves a skipped optimizer step; collective.
 
-        Args:
-            step: Number of the training step, from 1.
-            update: Number of the optimizer step within the training step, from 0.
-            terms: Mini-batches of the additional terms of the policy's loss, by name.
-            random_states: Random states before the forward and backward passes.
+        See `SavedBatch` for the arguments. `random_states` are those before the passes.
 
         Raises:
             UserError: `train.max_skipped_steps` steps in a row were skipped. The error names the
@@ -91,9 +81,7 @@ class SkippedSteps:
             )
 
     def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
-        """Writes the batch on rank 0. Returns None or, if writing failed, the text of the error;
-        the same on all ranks.
-        """
+        """Writes the batch on rank 0. Returns the error's text, if any, on all ranks."""
         with self._world.all_agree("saving the batch of a skipped step") as agreement:
             if saved is not None:
                 try:
@@ -112,8 +100,7 @@ class SkippedSteps:
 
 
 def first_cause(world: World, found: Sequence[Gradients]) -> str:
-    """Returns the first value that was not finite, and its rank; collective. The result is the same
-    on all ranks.
+    """Returns the first value that was not finite, and its rank; collective.
 
     Losses come before gradients, and earlier micro-batches before later ones. Gradients are summed
     over replicas, so another rank may have caused a gradient that is not finite.

@@ -1,6 +1,4 @@
-"""Collects the metrics of a step: rewards, generation, preferences, prompt sharing, times, memory
-and FLOPs. Also writes samples to `rollouts/`.
-"""
+"""Collects the metrics of a step, and writes samples to `rollouts/`."""
 
 from __future__ import annotations
 

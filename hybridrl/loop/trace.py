@@ -1,11 +1,10 @@
-"""Writes traces of steps for Perfetto and chrome://tracing: the phases of all ranks on one clock,
-together with the events of torch.profiler.
+"""Writes traces of steps for Perfetto and chrome://tracing: all ranks' phases and torch.profiler.
 
 Collective: all ranks wait for each other at the beginning and the end of a traced step. Every rank
-then writes its part to the run folder, which must be on a file system that all ranks share, and
-rank 0 concatenates the parts. A second file contains only the phases, for the report. Invariant:
-the profiler does not run in UNPROFILED phases, because recording their host operations would fill
-the memory (about 3 GB per million operations).
+then writes its part to the run folder, which all ranks share, and rank 0 concatenates them. A
+second file contains only the phases, for the report. Invariant: the profiler does not run in
+UNPROFILED phases, because recording their host operations would fill the memory (about 3 GB per
+million operations).
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for the given steps, numbered from 1. `now` returns the time in
-    seconds on the clock that also times the phases.
-    """
+    """Writes `step_N.json.gz` for steps from 1; `now` is the clock, in seconds, of the phases."""
 
     def __init__(
         self,
@@ -94,9 +91,7 @@ class StepTraces:
     def _profiled(
         self, parts: Sequence[tuple[profile, int, float]], shift_s: float
     ) -> Iterator[Event]:
-        """Yields the profiler's events part by part, so that only one part is in memory at a time.
-        Leaves out all CLOCK events except the event that aligned the part.
-        """
+        """Yields the profiler's events part by part, with only the CLOCK event that aligned it."""
         pids: dict[object, int] = {}
         file = self._part("profile")
         for number, (profiler, tightest, marked) in enumerate(parts):
@@ -122,9 +117,9 @@ class StepTraces:
     def _moved(
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
-        """Yields a part's events with times on rank 0's clock and process numbers that identify
-        this rank. `pids` maps the profiler's process numbers to the numbers in the trace. Missing
-        numbers are added to `pids` and named in the trace.
+        """Yields a part's events on rank 0's clock, with process numbers for this rank.
+
+        `pids` maps the profiler's numbers to these; missing ones are added and named.
         """
         rank = self._world.rank
         known = len(pids)
@@ -164,9 +159,7 @@ class StepTraces:
         partial.rename(target)
 
     def _write_lanes(self, lanes: Mapping[str, Any]) -> None:
-        """Writes the phases of all ranks for the report as `[name, began, ended]`. Times are
-        seconds since the step began, on rank 0's clock.
-        """
+        """Writes `[name, began, ended]` of all ranks' phases, in rank 0's seconds, for reports."""
         target = self._folder / f"step_{lanes['step']}.phases.json"
         partial = target.with_name(target.name + ".partial")
         partial.write_text(json.dumps(lanes) + "\n", encoding="utf-8")
@@ -177,9 +170,7 @@ class StepTraces:
 
 
 class _Parts:
-    """Profiles the parts of a step between UNPROFILED phases. Each part consists of a profile, the
-    index of its shortest CLOCK event, and this rank's time in the middle of that event.
-    """
+    """Profiles a step between UNPROFILED phases; each part has the time of a CLOCK event."""
 
     def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
         self.done: list[tuple[profile, int, float]] = []

@@ -207,9 +207,7 @@ class Trainer:
         return metrics
 
     def memory_table(self) -> str:
-        """Returns a table of this rank's memory by part, as it will be after the next switch of
-        phases.
-        """
+        """Returns a table of this rank's memory, as after the next switch of phases."""
         return self._run.ledger.table()
 
     def train_step(self) -> dict[str, float]:
@@ -281,9 +279,7 @@ class Trainer:
         return scored, metrics
 
     def _respond(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
-        """Generates and scores responses to prompts; returns None if no response has a score.
-        Groups are numbered from `first_group`.
-        """
+        """Generates and scores responses, in groups from `first_group`; None without a score."""
         algorithm, sampler = self.algorithm, self.sampler
         self.enter_rollout()
         with self.journal.phase("generate"):
@@ -298,17 +294,13 @@ class Trainer:
             return sampler.score_or_none(local)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm trains on, with the columns that its `needs` list.
-        Sends their tokens to the ranks that train on them.
-        """
+        """Returns the samples to train on, on their ranks, with the columns that `needs` list."""
         num_updates = self.config.steps.updates_per_step
         is_reused = self.algorithm.needs.rollouts and num_updates > 1
         return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes the optimizer steps of one training step. Returns mean metrics (see
-        `Updates.take`).
-        """
+        """Takes a training step's optimizer steps; returns mean metrics (see `Updates.take`)."""
         metrics = self._run.updates.take(
             batch, step=self.step, number=self.config.steps.updates_per_step
         )
@@ -344,9 +336,7 @@ class Trainer:
         return self._run.evaluation.measure(temperature)
 
     def validate(self) -> dict[str, float]:
-        """Returns metrics on held-out rows with responses (see `Validation.measure`), or {} if
-        there are no such rows.
-        """
+        """Returns metrics on held-out rows with responses (see `Validation.measure`), if any."""
         return self.validation.measure() if self.validation.has_rows else {}
 
     def generate(

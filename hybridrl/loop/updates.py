@@ -21,11 +21,9 @@ class Updates:
         self._algorithm, self._roles, self._mix, self._skipped = algorithm, roles, mix, skipped
 
     def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
-        """Splits the batch into equal parts and takes one optimizer step per part, each with a
-        mini-batch of every additional loss term; collective.
+        """Takes one optimizer step for each equal part of the batch and of loss terms; collective.
 
-        An optimizer step is skipped if its loss or gradient is not finite. Returns metrics averaged
-        over the optimizer steps.
+        A step is skipped if its loss or gradient is not finite. Returns mean metrics.
 
         Raises:
             UserError: `train.max_skipped_steps` optimizer steps in a row were skipped.

@@ -1,6 +1,4 @@
-"""Defines the arguments of a Trainer that replace sections of the configuration, and the error for
-unknown arguments.
-"""
+"""Arguments of a Trainer that replace sections of the configuration, and errors for others."""
 
 from __future__ import annotations
 

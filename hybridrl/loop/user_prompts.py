@@ -30,13 +30,9 @@ def responses_to(
     temperature: float | None,
     max_new_tokens: int | None,
 ) -> list[str]:
-    """Generates a single-turn response to each prompt, without environment or rewards. Returns the
-    texts in the order of the prompts.
+    """Generates a single-turn response to each prompt, without environment or rewards.
 
-    Args:
-        temperature: Sampling temperature; `eval.temperature` if None.
-        max_new_tokens: Maximum length of a response. If None, the maximum length in the run's
-            evaluations.
+    Returns the texts in the order of the prompts. Defaults are those of the run's evaluations.
 
     Raises:
         UserError: There are no prompts, a prompt exceeds `data.max_prompt_tokens`, or

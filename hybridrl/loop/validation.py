@@ -1,9 +1,7 @@
-"""Computes the loss on held-out rows with responses, for algorithms that learn from the responses
-in the data.
+"""Computes the loss on held-out rows, for algorithms that learn from given responses. Collective.
 
-Collective; the results are the same on all ranks. The forward passes are the same as in a training
-step, and use the current weights. Results are stored by step, together with the results of
-evaluations.
+The forward passes are those of a training step, with the current weights. Results are stored by
+step, together with those of evaluations.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ MAX_PERPLEXITY_NATS = 700.0  # the exponential of larger values overflows a floa
 
 
 class Validation(Observer):
-    """Measures the loss on held-out rows whenever this is due. Does nothing if there are no such
-    rows.
-    """
+    """Measures the loss on held-out rows, if there are any, whenever this is due."""
 
     def __init__(
         self,
@@ -57,10 +53,7 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether a start that resumes after step `step` must measure before its first step, if the
-        last step is `last`. True for a new run, or if a signal prevented a measurement that was
-        due.
-        """
+        """Whether a start must measure before its first step: a new run, or one after a signal."""
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
         return self._is_due(step, last) and (step == 0 or has_begun)
@@ -134,9 +127,7 @@ class Validation(Observer):
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns the total log-likelihood of the responses in nats, and their number of tokens. If
-    rows have feedback, only good responses count.
-    """
+    """Returns the log-likelihood of (good) responses in nats, and their number of tokens."""
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:
         good_B = batch.reward_B > 0

@@ -1,6 +1,4 @@
-"""Reports the packages of a run whose versions were not tested; hybridrl/versions.py decides which
-versions are refused.
-"""
+"""Reports the packages of a run whose versions were not tested, but are not refused."""
 
 from __future__ import annotations
 
@@ -32,11 +30,7 @@ def report_untested(
 ) -> None:
     """Prints one notice if the run uses packages whose versions were not tested.
 
-    Args:
-        config: Configuration of the run.
-        has_rollouts: Whether the run compares its engine with the trainer when it starts.
-        layers: Library of the policy's layers.
-        notify: Function that prints the notice.
+    `has_rollouts` says whether the run compares its engine with the trainer at its start.
     """
     command = "hybridrl check --mismatch CONFIG, with the configuration of an RL run"
     found = _used(config, has_rollouts, layers)

@@ -1,7 +1,6 @@
-"""Computes estimates from scored samples: means with standard errors, pass@k, majority vote. Does
-not import torch.
+"""Estimates from scored samples: means with standard errors, pass@k, majority vote. No torch.
 
-Standard errors are computed over prompts, because samples for the same prompt are not independent.
+Standard errors are over prompts, because samples for the same prompt are not independent.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Estimate(NamedTuple):
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Returns the mean of the values, one per prompt, and its standard error: the sample standard
-    deviation (with n - 1 degrees of freedom) divided by sqrt(n).
-    """
+    """Returns the mean over prompts, and its standard error: std (n - 1) / sqrt(n)."""
     num = len(values)
     mean = math.fsum(values) / num
     if num < 2:
@@ -40,13 +37,9 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Returns an unbiased estimate of the probability that at least one of k samples is right: 1 -
-    C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Returns an unbiased probability that at least one of k samples is right.
 
-    Args:
-        num_samples: n, the number of samples of one prompt.
-        num_right: c, the number of right samples among them.
-        k: Number from 1 to n.
+    1 - C(n - c, k) / C(n, k) for c right samples of n (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
         raise ValueError(f"pass@{k} with {num_right} right of {num_samples} samples")
@@ -55,18 +48,10 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
-    """Returns the score of the most frequent answer to one prompt.
+    """Returns the score, from 0 to 1, of the most frequent answer to one prompt.
 
-    If several answers are equally frequent, their scores are averaged. If equal answers have
-    different scores, these scores are averaged too.
-
-    Args:
-        answers: Normalised answer of each sample, so that equal answers are equal texts. None for a
-            sample without an answer, which does not vote.
-        scores: Score of each sample, from 0 to 1.
-
-    Returns:
-        A score from 0 to 1; 0 if no sample has an answer.
+    Scores of several equally frequent answers, and of equal answers, are averaged. None is a sample
+    without an answer, which does not vote; 0 if no sample has one. Equal answers are equal texts.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

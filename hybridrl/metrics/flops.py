@@ -40,9 +40,7 @@ PEAK_FLOPS_PER_S = {
 
 
 def matmul_params(shape: ModelShape) -> int:
-    """Returns the number of decoder weights that each token is multiplied with. In a mixture of
-    experts, this includes the router and only those experts to which the token is routed.
-    """
+    """Returns the decoder weights that each token is multiplied with, with its experts'."""
     attention = shape.num_attention_layers * _attention_params(shape)
     if (mixer := shape.mixer) is not None:
         attention += len(mixer.layers) * mixer.matmul_params(shape.hidden_size)
@@ -68,8 +66,7 @@ def _attention_params(shape: ModelShape) -> int:
 
 
 def attention_length(shape: ModelShape) -> int:
-    """Returns the sequence length at which causal attention costs as many FLOPs as all matrix
-    products with weights, including the output head.
+    """Returns the length at which causal attention costs as many FLOPs as products with weights.
 
     A sequence of L positions has L / 2 query-key pairs per token. Each pair costs 2 FLOPs per head
     for each element of a key and a value. Attention thus costs L * (key + value) * heads FLOPs per
@@ -81,9 +78,7 @@ def attention_length(shape: ModelShape) -> int:
 
 
 def attended_pairs(shape: ModelShape, length: int) -> int:
-    """Returns the number of query-key pairs in a sequence, summed over all layers with attention.
-    Pairs that the causal mask or a layer's window excludes do not count.
-    """
+    """Returns the query-key pairs, within masks and windows, over all layers with attention."""
     whole = length * (length + 1) // 2
     if shape.window is None:
         return shape.num_attention_layers * whole
@@ -99,9 +94,7 @@ def recurrent_flops(shape: ModelShape) -> int:
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward pass, split into products with the layers' weights, attention with
-    recurrent modules, and the output head.
-    """
+    """FLOPs of a forward pass: weights of layers, attention and recurrence, and the head."""
 
     weights: int
     attention: int
@@ -145,12 +138,11 @@ def forward_flops(
 
     Args:
         lengths: Number of tokens in each sequence, prompt plus response.
-        head_tokens: Number of positions at which the output head is computed. In training, the head
-            is computed for response tokens.
+        head_tokens: Number of positions at which the output head is computed; in training, those of
+            response tokens.
         head_size: Number of outputs of the head, 1 for a value head. If None, the vocabulary size.
-        prefixes: For each sequence, number of leading tokens that are computed as part of another
-            sequence; None if no tokens are shared.
-        adapter_params: Number of the LoRA adapters' parameters that each token is multiplied with.
+        prefixes: For each sequence, leading tokens that are computed in another sequence.
+        adapter_params: LoRA parameters that each token is multiplied with.
     """
     return sum(_forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params))
 
@@ -166,9 +158,7 @@ def train_flops(
 ) -> int:
     """Returns the FLOPs of one forward and backward pass, summed over ranks.
 
-    Args:
-        shape, lengths, head_tokens, head_size, prefixes, adapter_params: See `forward_flops`.
-        backward: Fractions of the backward pass that are computed.
+    `backward` has the fractions that are computed; see `forward_flops` for other arguments.
     """
     found = _forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params)
     return round(
@@ -185,9 +175,7 @@ number of sampled tokens. Observations from environments are not sampled.
 
 
 def num_generated(generated: GeneratedLengths) -> int:
-    """Returns the number of tokens in prompts, responses and observations. A prompt counts once per
-    sample.
-    """
+    """Returns the tokens in prompts, once per sample, responses and observations."""
     return sum(length for _, samples in generated.values() for length, _ in samples)
 
 
@@ -206,9 +194,7 @@ def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
 
 
 def peak_flops_per_s(device_name: str) -> float | None:
-    """Returns the dense bf16 peak rate of a GPU, given its name (such as 'NVIDIA H100 80GB HBM3'),
-    or None if the table does not list it.
-    """
+    """Returns the dense bf16 peak rate of a named GPU ('NVIDIA H100 80GB HBM3'), if known."""
     words = set(re.split(r"[\s-]+", device_name))
     found = (peak for name, peak in PEAK_FLOPS_PER_S.items() if words.issuperset(name.split()))
     return next(found, None)

@@ -47,23 +47,14 @@ class SampleSink(Protocol):
     """Output that receives the samples of some steps."""
 
     def samples(self, step: int, file: Path) -> None:
-        """Records the first samples of a step.
-
-        Args:
-            file: File to which RolloutDump wrote all samples of the step.
-        """
+        """Records the first samples of a step from its file, which RolloutDump wrote."""
 
 
 class JsonlSink:
     """Appends one JSON object per step to a file, and flushes it immediately.
 
-    Args:
-        path: File, usually `runs/NAME/metrics.jsonl`.
-        last_step: Step after which the run resumes; 0 for a new run. Later records are removed.
-            Damaged lines are moved to a second file, whose name ends in DAMAGED.
-
-    Attributes:
-        num_damaged: Number of damaged lines. A last line that a crash cut short does not count.
+    Records after the step from which a run resumes are removed. Damaged lines are moved to a second
+    file, whose name ends in DAMAGED, and counted, except a last line that a crash cut short.
 
     Raises:
         UserError: The path is not a file.
@@ -115,15 +106,12 @@ class TensorBoardSink:
     """Writes TensorBoard events: metrics as scalars, samples and knobs as tables.
 
     Knobs are not written as TensorBoard's hyper-parameters, because `add_hparams` writes a second
-    run folder, and a run that resumes with changed knobs would show only the first values. Instead,
-    each start writes the knobs as text. TensorBoard cannot show the HTML report, so a text names
-    the command that writes the report.
+    run folder, and a run that resumes with changed knobs would show only the first values. A text
+    names the command for the HTML report, which TensorBoard cannot show.
 
     Args:
-        folder: Run folder, which must contain config.yaml. Events are written to its
-            `tensorboard/`.
-        last_step: Step after which the run resumes. TensorBoard hides later steps of earlier
-            starts.
+        folder: Run folder, with config.yaml, for `tensorboard/`.
+        last_step: Step after which the run resumes; TensorBoard hides later steps.
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
@@ -159,12 +147,7 @@ class TensorBoardSink:
 
 
 class ConsoleSink:
-    """Prints one line per step, above a progress bar if the output is a terminal.
-
-    Args:
-        last_step: Step after which the run resumes.
-        console: Console to print to; stdout if None.
-    """
+    """Prints one line per step, above a progress bar if the output is a terminal."""
 
     def __init__(self, num_steps: int, last_step: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -186,9 +169,7 @@ class ConsoleSink:
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        """Prints a line without wrapping and without interpreting markup, because phase names are
-        printed in brackets.
-        """
+        """Prints a line as it is: phase names in brackets would be markup."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(
@@ -206,11 +187,7 @@ class ConsoleSink:
 
 
 class LogSink:
-    """Writes the run's messages, and one line per step, to a rank's log.
-
-    Args:
-        path: File, usually `runs/NAME/logs/rank_0.log`; lines are appended.
-    """
+    """Appends the run's messages, and one line per step, to a rank's log."""
 
     def __init__(self, path: Path, num_steps: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,12 +205,9 @@ class LogSink:
 
 
 class RolloutDump:
-    """Writes samples for people to read, as one JSONL file per chosen step.
+    """Writes samples for people to read, as one JSONL file every `every` steps, from the first on.
 
-    Args:
-        directory: Folder, usually `runs/NAME/rollouts`.
-        every: Number of steps from one file to the next; 0 for no files. Unless `every` is 0, the
-            first step has a file.
+    0 for no files.
     """
 
     def __init__(self, directory: Path, every: int) -> None:
@@ -290,8 +264,9 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records and the damaged lines in a metrics.jsonl file. Neither list contains a
-    last line that a crash cut short.
+    """Returns the records and the damaged lines in a metrics.jsonl file.
+
+    Neither contains a last line that a crash cut short.
 
     Raises:
         UserError: The path is not a file.

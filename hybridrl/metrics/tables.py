@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 MAX_SAMPLES = 100  # Maximum number of samples per step.
-# TensorBoard renders the tables of all steps at once, at about 10 ms per thousand characters.
+# TensorBoard renders the tables of all steps together, at about 10 ms per thousand characters.
 MAX_MARKDOWN_SAMPLES = 20
 MAX_CELL_LETTERS = 500
 Row = Mapping[str, Any]
@@ -48,12 +48,9 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def markdown_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a Markdown table that shows texts literally, even if they contain Markdown or HTML.
-    Only repeated spaces are collapsed.
+    """Returns a Markdown table that shows texts literally, except for repeated spaces.
 
-    Args:
-        rows: Rows with one value per column. Values other than texts are written as JSON. A text
-            longer than MAX_CELL_LETTERS is replaced by its beginning, its length and its end.
+    Other values are written as JSON. A text longer than MAX_CELL_LETTERS is cut in its middle.
     """
     lines = [map(_cell, names), ["---"] * len(names), *(map(_cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,8 +1,7 @@
 """Measures the phases of a step, and records which phase a rank is in.
 
-Before a phase begins, the rank writes the phase's name to a small file next to the rank's log. If
-the rank dies, the launcher reads from this file what the rank was doing, even if the rank never
-closed the file.
+Before a phase begins, its name is written to a file next to the rank's log, from which the launcher
+reads what a dead rank was doing.
 """
 
 from __future__ import annotations
@@ -30,23 +29,19 @@ class Span:
 
 
 class PhaseTimer:
-    """Collects the duration and the peak memory of each phase of a step, and records the current
-    phase.
+    """Collects the duration and the peak memory of each phase, and records the current phase.
 
     The time of a nested phase also counts for the enclosing phase. Within a step, the times of
     phases with the same name are summed.
 
     Args:
-        phase_file: File for the current phase, such as `logs/rank_3.phase`. If None, no file is
-            written.
+        phase_file: File for the current phase, such as `logs/rank_3.phase`, if any.
         synchronize: Function called at both ends of each phase, so that the time of kernels counts
             for the phase that enqueued them. None on CPUs.
-        take_peak: Function that returns the peak number of bytes in use since its last call. None
-            if the peak cannot be measured.
+        take_peak: Function that returns the peak bytes in use since its last call; None if unknown.
 
     Attributes:
-        around: Function that receives the name of each phase and returns a context manager that is
-            entered for the duration of the phase.
+        around: Function from a phase's name to a context manager that is entered around it.
     """
 
     def __init__(
@@ -90,10 +85,9 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: measures its block as phase `name`, even if the block raises an error.
+        """Measures its block as phase `name`, even if the block raises an error.
 
-        After an exception, the file still names this phase, because the rank failed in it, and the
-        peak memory is still available to explain an out-of-memory error.
+        The file then still names this phase, and the peak memory explains a lack of it.
         """
         with self.around(name):
             self.note_peak()
@@ -121,9 +115,7 @@ class PhaseTimer:
         return list(self._spans)
 
     def peak_bytes(self) -> dict[str, int]:
-        """Returns the peak memory in bytes: of each phase since `start_step`, of the whole step as
-        "step", and over the lifetime of this timer as "run". Returns {} if the peak is unknown.
-        """
+        """Returns the peak bytes of each phase, of the "step", and of the "run"; {} if unknown."""
         if self._take_peak is None:
             return {}
         self.note_peak()

@@ -1,10 +1,9 @@
-"""Sends a run's metrics, samples, knobs and report to tracking services: Weights & Biases and
-MLflow.
+"""Sends a run's metrics, samples, knobs and report to Weights & Biases and MLflow, on rank 0.
 
-Only rank 0 has trackers. Each tracker runs in its own thread with a bounded queue. The training
-loop waits for services only at the end of the run, for at most CLOSE_S seconds in total. Records
-that a service refuses or does not accept in time are dropped, counted and reported; the run folder
-still contains all records. No error of a service ends a run.
+Each tracker runs in its own thread with a bounded queue. The training loop waits for services only
+at the end of the run, for at most CLOSE_S seconds in total. Records that a service refuses or does
+not accept in time are dropped, counted and reported; the run folder still contains all records. No
+error of a service ends a run.
 """
 
 from __future__ import annotations
@@ -44,14 +43,10 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """Tracker for Weights & Biases. wandb's environment variables (WANDB_ENTITY, WANDB_MODE ...)
-    choose the account and the server.
+    """Tracker for Weights & Biases, whose environment variables (WANDB_ENTITY ...) apply.
 
     The step is a separate metric (`step`), because wandb's own counter cannot decrease, and a run
     that resumes from an older checkpoint records some steps again.
-
-    Args:
-        folder: Run folder, with its config.yaml.
     """
 
     name = "wandb"
@@ -98,12 +93,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Tracker for MLflow. MLflow's environment variables (MLFLOW_TRACKING_URI ...) choose the
-    account and the server.
-
-    Args:
-        folder: Run folder, with its config.yaml.
-    """
+    """Tracker for MLflow, whose environment variables (MLFLOW_TRACKING_URI ...) apply."""
 
     name = "mlflow"
 
@@ -150,9 +140,8 @@ class TrackerSink:
     """Passes a run's records to a tracker that runs in its own thread.
 
     Args:
-        folder: Run folder. The report page in this folder is uploaded at the end.
-        say: Function that prints a message for the user. Called only in the thread that calls the
-            sink's methods.
+        folder: Run folder, whose report page is uploaded at the end.
+        say: Function that prints a message, in the thread that calls the sink's methods.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:
@@ -187,17 +176,13 @@ class TrackerSink:
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def begin_close(self) -> None:
-        """Tells the service to end the run. Call `begin_close` for all trackers before `close`, so
-        that the trackers finish in parallel.
-        """
+        """Tells the service to end the run; called for all trackers first, which end together."""
         if not self._closing.is_set():
             self._closes_at = time.monotonic() + self._close_s
             self._closing.set()
 
     def close(self) -> None:
-        """Waits until the service has received all records or the time limit expires, and reports
-        dropped records.
-        """
+        """Waits, for a limited time, until the service has all records; reports dropped ones."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -245,9 +230,7 @@ class TrackerSink:
         self._tracker.end(write_report(self._folder), self.is_done)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
-        """Calls `act` and returns whether it succeeded. Only the first error of each kind is
-        reported.
-        """
+        """Calls `act`; whether it succeeded. Reports the first error of each kind."""
         try:
             act()
         # A tracker's package may raise anything, or call sys.exit if the API key is missing.

@@ -61,10 +61,9 @@ def is_maximum(name: str) -> bool:
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of a step's optimizer steps, or of several steps.
+    """Combines the metrics of optimizer steps or of steps that have them, by their rules.
 
-    `train/skipped_steps` is summed. A metric that some steps lack is combined over the steps that
-    have it.
+    `train/skipped_steps` is summed.
     """
     found: dict[str, list[float]] = {}
     for part in parts:
@@ -83,11 +82,9 @@ def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns, for each phase, the seconds that the fastest rank took as `time_min_s/PHASE`, and
-    which rank was slowest as `slowest_rank/PHASE`. Returns {} for a single rank.
+    """Returns each phase's seconds on the fastest rank, and the slowest rank; {} for one rank.
 
-    Args:
-        seconds: Seconds by phase for each rank; all have the same phases.
+    The names are `time_min_s/PHASE` and `slowest_rank/PHASE`.
     """
     found: dict[str, float] = {}
     for phase in seconds[0] if len(seconds) > 1 else ():
@@ -112,22 +109,17 @@ def step_metrics(
     flops: Mapping[str, int],
     peak_flops_per_s: float | None = None,
 ) -> dict[str, float]:
-    """Returns the metrics of a step: `values`, and metrics computed from times, tokens, memory and
-    FLOPs.
+    """Returns the metrics of a step: `values`, and more from times, tokens, memory and FLOPs.
 
     Args:
         values: Metrics by name, as in STEP_KEYS.
-        seconds: Seconds in each phase and, as "step", in the whole step. A phase without an entry
-            counts as 0 seconds.
-        num_tokens: Number of prompt and response tokens that the step read or generated, on all
-            ranks.
+        seconds: Seconds in each phase and, as "step", in the whole step; 0 without an entry.
+        num_tokens: Prompt and response tokens that the step read or generated, on all ranks.
         world_size: Number of ranks, each a GPU (or a process on CPU).
-        peak_bytes: Peak memory of the rank that uses the most: as "run" for the whole run and, if
-            known, for each phase.
+        peak_bytes: Peak memory of the fullest rank, as "run" and, if known, for each phase.
         flops: Model FLOPs by phase, summed over ranks (flops.py).
-        peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, regardless of the type in which the
-            run computes. If None, the result lacks `mfu/*`, the fraction of the peak rate that
-            model FLOPs reach.
+        peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, whatever type the run computes in.
+            If None, the result lacks `mfu/*`, the fraction of it that model FLOPs reach.
     """
     times = {**dict.fromkeys(PHASES, 0.0), **seconds}
     counts = {"generate": 0, "logprobs": 0, "update": 0, **flops}

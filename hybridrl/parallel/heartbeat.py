@@ -347,7 +347,7 @@ class Heartbeat:
         self.verdict = verdict
 
     def _guard(self) -> None:
-        """Ends the process after a verdict, or if the store is silent; runs in the second thread."""
+        """Ends the process after a verdict, or if the store is silent; in the second thread."""
         every_s = min(1.0, BEAT_S)
         num_answers, silent = 0, 0
         while not self._ending.wait(every_s):

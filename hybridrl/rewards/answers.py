@@ -68,8 +68,7 @@ class ExactMatch:
 
 
 class Gsm8k:
-    """1 if the number in the response equals the number in the "answer" column (in GSM8K's
-    published form), otherwise 0.
+    """1 if the number in the response equals that in "answer" (in GSM8K's form), otherwise 0.
 
     Args:
         method: 'strict' reads the number after the last `####`; 'flexible' reads the last number.
@@ -166,9 +165,7 @@ class Math:
         return found
 
     def _parsed(self, answer: str) -> list[Any]:
-        """Parses an answer. The whole text is the answer, not just a formula inside it, unless the
-        text is a solution with a box.
-        """
+        """Parses an answer: the whole text, unless it is a solution with a box."""
         is_solution = "\\boxed" in answer or "\\fbox" in answer
         text = answer if is_solution else f"\\boxed{{{_COUNTED.sub('', answer)}}}"
         found: list[Any] = self._library.parse(text, self._whole, parsing_timeout=None)
@@ -177,9 +174,9 @@ class Math:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns, as text, the content of the last box in a response. If there is no box, returns
-        the last number. Different notations of one value (1/2 and 0.5) count as different answers,
-        unless `plain_math` unifies them.
+        """Returns the content of the last box in a response, or else its last number, as text.
+
+        Notations of one value (1/2 and 0.5) differ unless `plain_math` unifies them.
         """
         boxed = last_box(response)
         if boxed is not None:
@@ -237,9 +234,7 @@ class Choice:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last `\\boxed{...}` whose braces are balanced within
-    MAX_BOX_CHARS. Only the last MAX_BOXES boxes in a text are tried.
-    """
+    """Returns the last `\\boxed{...}` with balanced braces, of MAX_BOXES, of MAX_BOX_CHARS."""
     at = len(text)
     for _ in range(MAX_BOXES):
         if (at := text.rfind("\\boxed{", 0, at)) < 0:
@@ -253,9 +248,10 @@ def last_box(text: str) -> str | None:
 
 
 def plain_math(text: str) -> str:
-    """Normalizes notation that does not change the value of an answer: spaces, dollar signs,
-    `\\left` and `\\right`, `\\text{}`, `\\dfrac` instead of `\\frac`, thousands separators, a final
-    period, trailing zeros.
+    """Normalizes notation that does not change an answer's value.
+
+    Spaces, dollar signs, `\\left` and `\\right`, `\\text{}`, `\\dfrac` instead of `\\frac`,
+    thousands separators, a final period, trailing zeros.
     """
     found = _without_text_commands(text)
     found = re.sub(r"\\(?:(?:left|right|quad)(?![a-z])|[,!;: $])|[\s$]", "", found)
@@ -290,9 +286,7 @@ def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
 
 
 def _as_text(value: object) -> str | None:
-    """Converts a text or number to text; returns None for anything else. A float with an integral
-    value, which occurs in columns with nulls, is written as an integer.
-    """
+    """Converts a text or number to text, else None; 3.0, as in columns with nulls, becomes 3."""
     if isinstance(value, str | bool | Rational):
         return str(value)
     if isinstance(value, Real) and math.isfinite(value):

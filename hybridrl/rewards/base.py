@@ -61,18 +61,13 @@ class TextDecoder(Protocol):
 
 
 class Part:
-    """One scorer in the weighted sum.
+    """One scorer in the weighted sum, with its name in metrics.
 
-    Args:
-        name: Name in metrics.
-        function: Reward function.
-        config: Config section that says how to run the function. If None, the function runs in
-            place with weight 1.
+    Without `config`, the function runs in place with weight 1.
 
     Attributes:
         is_in_place: Whether the reward function runs in the calling thread.
-        can_begin: Whether a finished sample can be scored while other samples are still being
-            generated.
+        can_begin: Whether finished samples can be scored while others are being generated.
     """
 
     def __init__(
@@ -100,12 +95,10 @@ class Part:
         self._pending[sample, tokens] = self._pool.submit(job)
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Submits these samples unless they are already submitted, and cancels all other submitted
-        samples.
+        """Submits samples that are not yet submitted, and cancels all other submitted ones.
 
-        Returns:
-            One future per sample, or a single future if the function is batched. An empty list if
-            the function runs in place.
+        Returns one future per sample, a single one if the function is batched, and none if it runs
+        in place.
         """
         pending, self._pending = self._pending, {}
         if self._pool is None:
@@ -133,12 +126,9 @@ class Part:
 
 
 class TurnPart(Part):
-    """Rewards from the environment for the turns of each response, or from an agent.
+    """Rewards for the turns of each response, from an environment or an agent (`source`).
 
-    Args:
-        name: Name in metrics.
-        weight: Weight of the rewards. If None, the rewards are ignored, but failures are not.
-        source: Source of the rewards, shown in messages.
+    Without a weight, the rewards are ignored, but failures are not.
     """
 
     def __init__(self, name: str, weight: float | None, source: str) -> None:
@@ -159,14 +149,11 @@ class Scorer:
     """Scores batches.
 
     Args:
-        config: Config section that names the functions.
         tokenizer: Tokenizer that decodes responses to text without special tokens.
         function: Reward function to use instead of the configured functions, or several functions
-            whose scores are added (interface: see functions.py). Metrics use the names of the
-            functions.
+            whose scores are added (interface: see functions.py), named as in metrics.
         min_samples: Minimum number of samples in a group for a comparison.
-        environment: Config section of the environment that took part in the responses, if any.
-        agent: Config section of the agent that took part in the responses, if any.
+        environment, agent: Sections of what took part in the responses, if anything did.
 
     Raises:
         UserError: `config` names an unknown function, or its settings are wrong.
@@ -326,12 +313,10 @@ class Scorer:
         )
 
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
-        """Returns the outcomes of all samples for each scorer. If failures stop the run, returns at
-        the first failure and replaces missing outcomes by a number.
+        """Returns the outcomes of all samples for each scorer.
 
-        A function receives the row's prompt, the text of the response and the row's other columns.
-        A batched function is called once with lists for all samples, any other function once per
-        sample. The function returns one float per sample.
+        If failures stop the run, returns at the first one, with a number for missing outcomes. A
+        batched function is called once with lists, any other function once per sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]

@@ -37,9 +37,7 @@ NOT_CALLED = (SERVED, TURNS, REPORTED)
 
 
 class TurnRewards:
-    """Sum of the rewards from an environment, which are computed during generation
-    (generation/episodes.py).
-    """
+    """Sum of an environment's rewards, computed during generation (generation/episodes.py)."""
 
     runs = "world"
 
@@ -109,8 +107,7 @@ def _reward_class(name: str) -> Callable[..., RewardFunction]:
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
-    """Returns the configured function with its options, from the table or a dotted path
-    `module:function`.
+    """Returns the configured function with its options, from the table or a dotted path.
 
     Raises:
         UserError: The function does not exist, or its settings are wrong.
@@ -142,11 +139,7 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
 
 
 class RowCheck:
-    """Checks whether rewards will be able to score responses to a row, before responses exist.
-
-    Args:
-        config: Config section that names the rewards.
-    """
+    """Checks whether configured rewards can score responses to a row, before these exist."""
 
     def __init__(self, config: RewardConfig) -> None:
         scorers = config.scorers().values()
@@ -165,9 +158,7 @@ class RowCheck:
         ]
 
     def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if a reward cannot score responses to the row, and UserError for wrong
-        options.
-        """
+        """Raises DataError for a row that cannot be scored, and UserError for wrong options."""
         for check in self._checks:
             check(prompt, columns)
 

@@ -53,8 +53,7 @@ class ScorerFailure:
     """The reason why a sample has no score.
 
     Args:
-        got: What the scorer did, as a verb phrase; WHERE is a placeholder for the name of the
-            sample.
+        got: What the scorer did, as a verb phrase; WHERE stands for the name of the sample.
         expected: Description of a valid result.
         cause: Exception that the scorer raised in this process, or the error about the row.
         trace: Traceback; empty if no exception was raised.
@@ -68,9 +67,7 @@ class ScorerFailure:
     is_untrainable: bool = False
 
     def log(self) -> str:
-        """Writes the traceback to this rank's log, unless it was written before. Returns a sentence
-        for the message that names the log, or an empty text if there is no traceback.
-        """
+        """Writes the traceback to this rank's log, once; returns a sentence that names the log."""
         if not self.trace or not (self.trace in _LOGGED or failure.log(self.trace)):
             return ""
         if len(_LOGGED) < MAX_LOGGED:
@@ -78,15 +75,11 @@ class ScorerFailure:
         return f"The traceback is in {rank_file('.log')}."
 
     def reported(self) -> ReportedError | None:
-        """Returns a stand-in for an exception that another process raised; None if no exception was
-        raised.
-        """
+        """Returns a stand-in for an exception in another process, if one was raised."""
         return ReportedError(f"\n{self.trace}") if self.trace else None
 
     def as_json(self) -> dict[str, object]:
-        """Returns the fields as JSON, which `failed` reads, because processes must not exchange
-        Python objects.
-        """
+        """Returns the fields as JSON for `failed`; processes must not exchange Python objects."""
         row = {"row": self.cause.parts()} if isinstance(self.cause, DataError) else {}
         return {"got": self.got, "expected": self.expected, "trace": self.trace, **row}
 
@@ -107,12 +100,9 @@ Job = tuple[Sequence[Asked], Sequence[str], Sequence[Mapping[str, object]]]
 def call_reward(
     function: Callable[..., Any], job: Job, stops: bool = False, limit_s: float | None = None
 ) -> list[Outcome]:
-    """Calls a reward function once per sample, or once for all samples if it is batched. Calls to
-    an async function run concurrently.
+    """Calls a reward function once per sample, or once if it is batched; async ones concurrently.
 
     Args:
-        function: Reward function.
-        job: Samples to score.
         stops: Whether to stop calling after the first failure. Samples that were not scored then
             have outcome 0, or are missing at the end of the list.
         limit_s: Time limit for one call to an async function, in seconds.
@@ -247,9 +237,7 @@ def raised(
 
 
 def _failure(error: BaseException, where: str) -> ScorerFailure:
-    """Converts an exception from a reward function to a failure. Re-raises a UserError that does
-    not concern the row.
-    """
+    """Converts an exception to a failure; raises a UserError that does not concern the row."""
     if isinstance(error, DataError):
         return ScorerFailure(f"raised DataError on {where}: {error_text(error)}", cause=error)
     if isinstance(error, UserError):

@@ -61,12 +61,8 @@ Run = Callable[[Any], list[R]]
 class Pool(Generic[R]):
     """A pool of threads that score.
 
-    Args:
-        make: Function that creates the scoring function of a thread; called in that thread.
-        num: Number of threads.
-        name: Name of the scorer, used in thread names.
-        max_jobs: Maximum number of jobs that a thread merges into one. The calls of merged jobs run
-            concurrently.
+    `make` creates a thread's scoring function in it. A thread merges up to `max_jobs` jobs, whose
+    calls run concurrently.
     """
 
     def __init__(self, make: Callable[[], Run[R]], num: int, name: str, max_jobs: int = 1) -> None:
@@ -135,12 +131,7 @@ class Pool(Generic[R]):
 
 
 class Worker(Generic[C, R]):
-    """A process that runs users' code. It starts when it is first needed. Subclasses define which
-    code it runs.
-
-    Args:
-        config: Config section that names the code.
-    """
+    """A process that runs users' code, of subclasses' choice. It starts when first needed."""
 
     module: str  # module that the process runs
     key: str  # configuration key shown if the process fails to start
@@ -179,7 +170,7 @@ class Worker(Generic[C, R]):
         if process is None:
             return "it had ended"
         try:
-            process.wait(timeout=0.2)  # if the process died by itself, read its exit code first
+            process.wait(timeout=0.2)  # if the process has died, read its exit code first
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -232,9 +223,7 @@ class Worker(Generic[C, R]):
             data = data[os.write(file, data) :]
 
     def _receive(self, num: int, deadline: float) -> list[R | ScorerFailure]:
-        """Reads an answer with `num` results. Checks it, because users' code can write to the same
-        pipe.
-        """
+        """Reads and checks `num` results, because users' code can write to the same pipe."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
         if size > MAX_BYTES:
             raise NoAnswerError
@@ -278,9 +267,7 @@ class Scoring(Worker[ScorerConfig, Outcome]):
     module, key = "hybridrl.rewards.worker", "reward.function"
 
     def allowed_s(self, job: Any) -> float:
-        """Returns the time limit for a job. The process itself ends concurrent async calls that are
-        late. If one call blocks the others, the process is killed.
-        """
+        """Returns a job's time limit, which the process enforces unless a call blocks it."""
         return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
 
     def decoded(self, entry: dict[str, Any]) -> Outcome:

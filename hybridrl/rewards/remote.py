@@ -158,9 +158,7 @@ class _Attempt:
                 self._handle.close()
 
     def stop(self) -> None:
-        """Wakes the thread if it is waiting for the server. A request that has not been sent is
-        never sent.
-        """
+        """Wakes the thread if it waits for the server; a request not yet sent is never sent."""
         self._is_stopped = True
         if self._handle is not None:
             with contextlib.suppress(OSError):

@@ -1,9 +1,7 @@
-"""Runs a scorer in its own process: reads jobs, calls the function and writes the outcomes. Does
-not import torch.
+"""Runs a scorer, or other users' code, in its own process: reads jobs, writes outcomes. No torch.
 
-`serve` also runs other users' code, such as environments. The process runs only this code. The
-output of the code is redirected to stderr. The process ends when the thread that started it ends,
-regardless of what the code is doing.
+The output of the code is redirected to stderr. The process ends when the thread that started it
+ends, regardless of what the code is doing.
 """
 
 from __future__ import annotations
@@ -35,10 +33,8 @@ def serve(
 ) -> None:
     """Processes jobs until the input ends.
 
-    Args:
-        make: Function that takes the config section (the first input) and returns the function that
-            computes the results of a job.
-        encode: Function that encodes one result as JSON.
+    `make` takes the config section (the first input) and returns the function for a job's results,
+    each of which `encode` encodes as JSON.
     """
     leave_stop_signals_to_the_rank()
     if sys.platform == "linux":
