@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import text_name
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import HF_A, HF_B, only_adapters
 from hybridrl.models.boxes import Box
@@ -76,10 +77,11 @@ def merge_random(
     for name, size in hf_shapes(only_adapters(family), shape).items():
         scale = 0.6 * size[-1] ** -0.5 if name.endswith(HF_A) else 0.3
         tensors[name] = scale * torch.randn(size, generator=generator)
+    linears = {text_name(name): module for name, module in model.named_modules()}
     with torch.no_grad():
         for name in [one for one in tensors if one.endswith(HF_B)]:
             layer = name.removesuffix(f".{HF_B}")
-            model.get_submodule(layer).weight += tensors[name] @ tensors[f"{layer}.{HF_A}"]
+            linears[layer].weight += tensors[name] @ tensors[f"{layer}.{HF_A}"]
     return model, tensors
 
 

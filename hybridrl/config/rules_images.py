@@ -44,9 +44,6 @@ def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserEr
             f"an algorithm without a critic or reward model {WITH_IMAGES}",
             "Choose grpo, another algorithm with group baselines, or sft.",
         )
-    if config.lora.is_on:
-        allowed = f"no section lora {WITH_IMAGES}"
-        yield UserError("lora", "adapters", allowed, "Remove the section lora, or freeze layers.")
     if config.agent.is_on:
         allowed = f"no section agent {WITH_IMAGES}, because conversations have no images yet"
         yield UserError("agent", "an agent", allowed, "Remove the section agent.")

@@ -24,6 +24,7 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.load import changed_yaml
 from hybridrl.config.schema import Config
 from hybridrl.config.starter import EXPORTED
+from hybridrl.config.wrapped_models import has_images
 from hybridrl.data.end_tokens import turn_end
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import export_hf, gather_tensors
@@ -113,7 +114,8 @@ def export_peft(
         whole = gather_tensors(model.adapters(), shapes, source.dtype, world)
         tensors = {name: tensor.cpu() for name, tensor in whole}
         if world.rank == 0:
-            write_peft(directory, tensors, model.lora, model.base, side_files, card)
+            is_wrapped = has_images(model.source.hf_config)
+            write_peft(directory, tensors, model.lora, model.base, side_files, card, is_wrapped)
 
 
 def merging_note(model: ParallelModel) -> str | None:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import vllm_kernels
+from adapter_cases import merge_random, write_tensors
 from engine_cases import LOGP_TOLERANCE, write_weights
 from packaged import engine_class, needs
 from tiny_images import file_of, picture, processor_of, save_processor, with_images
 from tiny_models import tiny_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.vision.images import FILE, decoded
@@ -58,11 +61,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def started_vllm(folder: Path) -> Any:
+def started_vllm(folder: Path, lora: Lora | None = None) -> Any:
     """Starts a vLLM engine without weights."""
     vllm_kernels.register()
     hf_config = read_config(folder)
-    family, _ = read_model(None, hf_config)
+    family = adapted(read_model(None, hf_config)[0], lora)
     settings = EngineSettings(
         hf_config=family.for_engines(hf_config),
         architectures=family.architectures,
@@ -75,17 +78,20 @@ def started_vllm(folder: Path) -> Any:
     return engine_class("vllm")(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
 
 
-@pytest.fixture(
-    scope="module", params=["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
-)
+def started_hf(folder: Path, lora: Lora | None = None) -> Any:
+    """Starts an `hf` engine without weights."""
+    hf_config = read_config(folder)
+    family = adapted(read_model(None, hf_config)[0], lora)
+    return HfEngine(hf_config, "float32", "cpu", 3, family, directory=folder)
+
+
+START = {"hf": started_hf, "vllm": started_vllm}
+ENGINES = ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, case: Case, process_group: None) -> Iterator[Any]:
-    folder = case.folder
-    if request.param == "hf":
-        hf_config = read_config(folder)
-        family, _ = read_model(None, hf_config)
-        yield HfEngine(hf_config, "float32", "cpu", 3, family, directory=folder)
-        return
-    started = started_vllm(folder)
+    started = START[request.param](case.folder)
     yield started
     started.close()
 
@@ -204,3 +210,28 @@ def test_requests_wait_for_the_memory_of_pixel_values(
             most = max(most, sum(bool(row.request.contents) for row in rows))
     assert most <= 1
     assert [done[one.request_id].tokens for one in asked] == [one.tokens for one in expected]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_adapters_of_the_decoder_leave_the_tower_alone(
+    name: str, case: Case, process_group: None
+) -> None:
+    """The oracle is transformers' model with merged adapters."""
+    lora = Lora(4, 10.0)
+    started = START[name](case.folder, lora)
+    family, shape = read_model(None, read_config(case.folder))
+    oracle, tensors = merge_random(case.model(1), adapted(family, lora), shape, seed=5)
+    plain = requests(case.folder)[0]
+    try:
+        write_tensors(started, tensors, 1)
+        asked = requests(case.folder)
+        for request, done in zip(asked, generate(started, asked), strict=True):
+            tokens, logps = expected(oracle, case.folder, request)
+            assert list(done.tokens) == tokens, request.request_id
+            assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
+        (done,) = generate(started, [replace(plain, adapter=None)])
+        tokens, logps = expected(case.model(1), case.folder, plain)
+        assert list(done.tokens) == tokens
+        assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
+    finally:
+        started.close()

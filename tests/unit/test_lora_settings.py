@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 
 from hybridrl.checkpoint.saved_adapters import SavedAdapters, adapters_state, check_adapters
 from hybridrl.config.load import load_config_dict
@@ -20,10 +22,12 @@ from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.base_reference import BaseReference, base_directory, weights_digest
 from hybridrl.models.adapters.lora import Lora
+from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import adapted, only_adapters
 from hybridrl.models.adapters.settings import lora_rules
 from hybridrl.models.family import ModelShape, MoeShape, read_model, resolve_family
+from hybridrl.models.hf.directory import read_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.adapter_weights import MergedTensor
 
@@ -58,6 +62,29 @@ def test_written_directory_is_accepted(peft: Path) -> None:
     assert content["base_model_name_or_path"] == "org/model"
     assert content["revision"] == "a" * 40
     assert content["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_adapters_of_models_with_images_are_those_of_the_decoder(tmp_path: Path) -> None:
+    """PEFT reads the directory: its names are those of transformers' modules, and the tower, whose
+    layers have the same last names, gets no adapters.
+    """
+    model = tiny_model("qwen2_5_vl", seed=0)
+    model.config.save_pretrained(tmp_path)
+    family, shape = read_model(None, read_config(tmp_path))
+    lora = Lora(4, 8.0)
+    shapes = hf_shapes(only_adapters(adapted(family, lora)), shape)
+    tensors = {name: torch.rand(size) for name, size in shapes.items()}
+    write_peft(tmp_path / "peft", tensors, lora, BASE, is_wrapped=True)
+    found = read_peft(tmp_path / "peft")
+    check_peft(found, shapes)
+    assert found.lora.targets == ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj") + (
+        ("up_proj", "v_proj")
+    )
+    peft = PeftModel.from_pretrained(model, tmp_path / "peft")
+    held = {name: one for name, one in peft.named_parameters() if "lora_" in name}
+    assert len(held) == len(shapes) and not any("visual" in name for name in held)
+    for name, stored in found.stored_names.items():
+        assert torch.equal(held[stored.replace(".weight", ".default.weight")], tensors[name])
 
 
 def test_part_that_the_model_lacks_is_named() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.files import plain, read_json_object, shown
+from hybridrl.config.wrapped_models import text_name
 from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
 from hybridrl.models.adapters.rows import HF_A, HF_B
@@ -52,13 +53,16 @@ class PeftAdapter:
     Args:
         lora: Settings of its adapters; `targets` are the names of the layers that have one.
         base: Name or path of the model that it was trained on; "" if the directory states none.
-        shapes: Shape of each tensor, by HF name without PEFT's prefix.
+        shapes: Shape of each tensor, by its name in the weight table.
+        stored_names: Name of each tensor in the file, by its name in the weight table. Models with
+            images have other prefixes there.
     """
 
     directory: Path
     lora: Lora
     base: str
     shapes: Mapping[str, Shape]
+    stored_names: Mapping[str, str]
 
 
 def is_peft(directory: str | Path) -> bool:
@@ -76,14 +80,16 @@ def read_peft(directory: str | Path) -> PeftAdapter:
     folder = Path(os.path.expanduser(directory))
     lora = read_peft_config(folder)
     shapes: dict[str, Shape] = {}
+    stored_names: dict[str, str] = {}
     with open_shard(folder / TENSOR_FILE, "numpy") as opened:
         for stored in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
-            name = stored.removeprefix(PREFIX)
+            name = text_name(stored.removeprefix(PREFIX))
             if not stored.startswith(PREFIX) or not name.endswith((f".{HF_A}", f".{HF_B}")):
                 is_quantized = stored.endswith(QUANTIZED)
                 raise _unexpected(folder, stored, "a quantized tensor" if is_quantized else "")
             shapes[name] = tuple(opened.get_slice(stored).get_shape())
-    return PeftAdapter(folder, lora, read_base_name(folder), shapes)
+            stored_names[name] = stored
+    return PeftAdapter(folder, lora, read_base_name(folder), shapes, stored_names)
 
 
 def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
@@ -134,13 +140,14 @@ def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
         raise _refusal(folder, "r", rank, "a positive integer")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise _refusal(folder, "lora_alpha", alpha, "a number")
-    targets = config.get("target_modules")
+    targets, layers = config.get("target_modules"), _adapted_layers(folder)
     if targets == ALL_LINEAR:
         targets = [ALL_LINEAR]
+    elif isinstance(targets, str):  # a pattern, which the tensors have followed
+        targets = sorted({name for _, name in layers})
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        raise _refusal(folder, "target_modules", targets, f"{ALL_LINEAR}, or a list of names")
+        raise _refusal(folder, "target_modules", targets, f"{ALL_LINEAR}, a list, or a pattern")
     names = {name.rpartition(".")[2] for name in targets}
-    layers = _adapted_layers(folder)
     if experts := {name for layer, name in layers if OF_EXPERT.search(f"{layer}.")}:
         others = {name for layer, name in layers if not OF_EXPERT.search(f"{layer}.")}
         names = names - (experts - others) | {EXPERTS}

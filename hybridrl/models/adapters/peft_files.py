@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hybridrl.config.hub import model_name
+from hybridrl.config.wrapped_models import WRAPPED_PREFIX, wrapped_name
 from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
@@ -39,7 +41,7 @@ def load_peft(adapter: PeftAdapter, layout: RankLayout, tensors: Mapping[str, Te
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     with torch.no_grad(), open_shard(adapter.directory / TENSOR_FILE, "pt") as opened:
         for region in layout.regions:
-            part = opened.get_slice(PREFIX + region.hf)
+            part = opened.get_slice(adapter.stored_names[region.hf])
             read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
             if not bool(read.isfinite().all()):
                 raise CheckpointError(
@@ -58,16 +60,18 @@ def write_peft(
     base: BaseReference,
     side_files: Path | None = None,
     card: str | None = None,
+    is_wrapped: bool = False,
 ) -> None:
     """Writes a PEFT directory, which is renamed to its final name when it is complete.
 
     Args:
         directory: Directory to create; it must not exist or must be empty.
-        tensors: Whole adapter tensors by HF name, on the CPU.
+        tensors: Whole adapter tensors by their names in the weight table, on the CPU.
         lora: Settings of the adapters.
         base: Reference to the model without adapters.
         side_files: Folder from which tokenizer files are copied, if any.
         card: Text of README.md, or None.
+        is_wrapped: Whether the model reads images, so that transformers nests its decoder.
 
     Raises:
         CheckpointError: The directory exists and is not empty.
@@ -93,7 +97,7 @@ def write_peft(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": _targets(tensors, is_wrapped),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": False,
@@ -104,7 +108,8 @@ def write_peft(
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    rename = wrapped_name if is_wrapped else str
+    named = {PREFIX + rename(name): tensor.contiguous() for name, tensor in tensors.items()}
     partial.mkdir(parents=True)
     try:
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -120,3 +125,13 @@ def write_peft(
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _targets(tensors: Mapping[str, Tensor], is_wrapped: bool) -> list[str] | str:
+    """Returns the names of the adapted layers, or a pattern that leaves out layers of the same
+    names in a vision tower.
+    """
+    names = sorted({name.split(".")[-3] for name in tensors})
+    if not is_wrapped:
+        return names
+    return rf"{re.escape(WRAPPED_PREFIX)}.*\.(?:{'|'.join(names)})"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import text_name
 from hybridrl.models.adapters.rows import HF_A, HF_B
 from hybridrl.models.boxes import Shape
 
@@ -49,12 +50,13 @@ def hold_linear_adapters(
         The tensors of each adapter by HF name.
     """
     found: dict[str, dict[str, Tensor]] = {name: {} for name in rows.names}
+    linears: dict[str, Any] = {text_name(name): one for name, one in model.named_modules()}
     for a_name, shape in shapes.items():
         if not a_name.endswith(HF_A):
             continue
         module = a_name.removesuffix(f".{HF_A}")
-        linear = model.get_submodule(module)
-        weight: Any = linear.weight
+        linear = linears[module]
+        weight = linear.weight
         b_name = f"{module}.{HF_B}"
         pairs = {}
         for name, tensors in found.items():
