@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from hybridrl.kernels import copy_engine, invariant, reference
 from hybridrl.kernels.copy_engine import Stream, Waits
@@ -41,11 +42,16 @@ __all__ = [
     "compiled_operations",
     "draw_rows",
     "has_copy_engine",
+    "invariant_add_rms_norm",
     "invariant_attention",
+    "invariant_linear",
     "invariant_logits",
     "invariant_logps",
-    "invariant_product",
     "invariant_rms_norm",
+    "invariant_rms_norm_backward",
+    "invariant_rotate",
+    "invariant_swiglu",
+    "invariant_swiglu_backward",
     "invert_rows",
     "power_of_two_scales",
     "quantize_blocks",
@@ -147,16 +153,87 @@ def add_up(
     reference.add_up(y_MN, down_MR, bs, slot_M, slot)
 
 
-def invariant_product(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """Returns x @ weight.T; the bits of a row do not depend on the other rows and columns."""
-    return invariant.product(x_MK, weight_NK)
+def invariant_linear(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns x @ weight.T + bias; the bits of a row do not depend on the other rows and columns.
+
+    On GPUs, this holds for cuBLAS without a workspace (platform.multiply_in_one_order), with which
+    it does not split the contracted dimension.
+    """
+    if x_MK.is_cuda:
+        return F.linear(x_MK, weight_NK, bias_N)
+    product_MN = invariant.product(x_MK, weight_NK)
+    return product_MN if bias_N is None else product_MN + bias_N
 
 
 def invariant_rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, is_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalizes rows. Arguments and results as in `invariant.rms_norm`."""
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows.rms_norm(x, weight_D, eps, is_centered)[:2]
     return invariant.rms_norm(x, weight_D, eps, is_centered)
+
+
+def invariant_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, is_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the normalized rows of x + residual, and the sum."""
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        found, _, total = rows.rms_norm(x, weight_D, eps, is_centered, residual)
+        return found, total
+    total = x + residual
+    return invariant.rms_norm(total, weight_D, eps, is_centered)[0], total
+
+
+def invariant_rms_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    inverse: torch.Tensor,
+    is_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gradients of a norm. Arguments and results as in `invariant.rms_norm_backward`."""
+    arguments = grad, x, weight_D, inverse, is_centered
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows.rms_norm_backward(*arguments)
+    return invariant.rms_norm_backward(*arguments)
+
+
+def invariant_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Returns silu(gate) * up. Argument and result as in `invariant.swiglu`."""
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows.swiglu(x)
+    return invariant.swiglu(x)
+
+
+def invariant_swiglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of the input of `invariant_swiglu`."""
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows.swiglu_backward(grad, x)
+    return invariant.swiglu_backward(grad, x)
+
+
+def invariant_rotate(
+    x_THD: torch.Tensor, table_LD: torch.Tensor, row_T: torch.Tensor, is_inverse: bool = False
+) -> torch.Tensor:
+    """Rotates heads by their positions' angles. Arguments and result as in `invariant.rotate`."""
+    if x_THD.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows.rotate(x_THD, table_LD, row_T, is_inverse=is_inverse)
+    return invariant.rotate(x_THD, table_LD, row_T, is_inverse)
 
 
 def invariant_attention(
@@ -171,8 +248,12 @@ def invariant_attention(
 
 
 def invariant_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Returns the logits, (N, V) fp32, whose bits do not depend on the other rows."""
-    return invariant.product(hidden_ND.float(), weight_VD.float())
+    """Returns the logits, (N, V) fp32, whose bits do not depend on the other rows; on GPUs, see
+    `invariant_linear`.
+    """
+    if hidden_ND.is_cuda:
+        return wide_logits(hidden_ND, weight_VD)
+    return invariant.logits(hidden_ND, weight_VD)
 
 
 def wide_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -187,7 +268,7 @@ def invariant_logps(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, target_N: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Returns the log-probabilities of the targets, (N,) fp32, as engines compute them."""
-    weight_VD, found = weight_VD.float(), []
+    found = []
     # A tensor, because torch on CUDA multiplies by the inverse of a number.
     divisor = torch.tensor(temperature, dtype=torch.float32, device=hidden_ND.device)
     for rows_ND, target in zip(

@@ -1,4 +1,4 @@
-"""Products, norms and attention whose result for a row has the same bits in every batch.
+"""Operations whose result for a row has the same bits in every batch.
 
 Plain PyTorch for CPUs. A library's product may sum in another order when the number of rows or
 columns changes. The products here have one size: ROWS rows by COLUMNS columns, whatever the batch;
@@ -15,6 +15,15 @@ import torch
 import torch.nn.functional as F
 
 ROWS, COLUMNS = 32, 64
+LOGIT_COLUMNS = 16 * COLUMNS  # converted together; 8 MiB with 2,048 hidden dims in float32
+
+
+def logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Returns hidden @ weight.T, (N, V) fp32. Converts the weight in chunks, for the caches."""
+    wide = hidden_ND.float()
+    if weight_VD.dtype == torch.float32:
+        return product(wide, weight_VD)
+    return torch.cat([product(wide, part.float()) for part in weight_VD.split(LOGIT_COLUMNS)], 1)
 
 
 def product(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -44,6 +53,63 @@ def rms_norm(
     if is_centered:
         return (wide * inverse * (1.0 + weight_D.float())).to(x.dtype), inverse
     return weight_D * (wide * inverse).to(x.dtype), inverse
+
+
+def rms_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    inverse: torch.Tensor,
+    is_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of the rows and of the weight, in their types.
+
+    Args:
+        grad: Gradient of the normalized rows.
+        inverse: Second result of `rms_norm`.
+    """
+    unit, wide = x.float() * inverse, grad.float()
+    scaled = wide * (weight_D.float() + 1.0 if is_centered else weight_D.float())
+    grad_x = inverse * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    grad_weight = (wide * unit).reshape(-1, x.size(-1)).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight_D.dtype)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Returns silu(gate) * up, (..., F), of rows that contain the gate and then the up, (..., 2 F);
+    silu is rounded to their type.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of the input of `swiglu`."""
+    gate, up = (part.float() for part in x.chunk(2, dim=-1))
+    sigmoid, wide = gate.sigmoid(), grad.float()
+    silu = gate * sigmoid
+    grad_gate = wide * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat((grad_gate, wide * silu), -1).to(x.dtype)
+
+
+def rotate(
+    x_THD: torch.Tensor, table_LD: torch.Tensor, row_T: torch.Tensor, is_inverse: bool = False
+) -> torch.Tensor:
+    """Returns heads whose first dims are rotated by the angles of a token's position; each product
+    is rounded to their type, as in Megatron and transformers.
+
+    Args:
+        table_LD: For each position, the cosines of half the rotated dims, then their sines, in the
+            type of x.
+        row_T: Row of the table for each token.
+        is_inverse: Whether to rotate backwards.
+    """
+    size = table_LD.size(1)
+    cos, sin = (torch.cat((half, half), -1) for half in table_LD[row_T][:, None].chunk(2, dim=-1))
+    part, rest = x_THD[..., :size], x_THD[..., size:]
+    first, second = part.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), -1) * (-sin if is_inverse else sin)
+    return torch.cat((part * cos + turned, rest), -1)
 
 
 def attention(

@@ -205,9 +205,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _choose_exact_layers(self) -> Self:
-        # Only torch's layers have operations that engines can also use.
-        if self.numerics.is_exact and self.train.layers == "auto":
-            self.__dict__["train"] = self.train.model_copy(update={"layers": "torch"})
+        # Only torch's layers have operations that engines can also use. On GPUs, their exact
+        # attention needs no mask, so that shared prompts are faster.
+        if self.numerics.is_exact:
+            chosen: dict[str, Any] = {}
+            if self.train.layers == "auto":
+                chosen["layers"] = "torch"
+            if self.train.share_prompts is None and self.train.cp == 1:
+                chosen["share_prompts"] = True
+            self.__dict__["train"] = self.train.model_copy(update=chosen)
         return self
 
     @model_validator(mode="after")

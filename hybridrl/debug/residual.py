@@ -208,7 +208,7 @@ def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
         part_NV = logits_NV[:, start : start + len(weight_VD)]
         hidden_ND = norm_ND.to(weight_VD.device, weight_VD.dtype)
         shard_VD = weight_VD[: part_NV.shape[1]]
-        if head.is_exact:
+        if head.exact_logps is not None:
             part_NV.copy_(ops.invariant_logits(hidden_ND, shard_VD))
         else:
             part_NV.copy_(ops.wide_logits(hidden_ND, shard_VD))

@@ -28,7 +28,7 @@ from hybridrl.loop.validation import Validation
 from hybridrl.loop.versions import report_untested
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
-from hybridrl.platform import Platform, start_kernels_in_order
+from hybridrl.platform import Platform, multiply_in_one_order, start_kernels_in_order
 from hybridrl.roles.roles import make_roles
 from hybridrl.rollout.held_adapters import held_family
 from hybridrl.training.mismatch import MismatchWarning
@@ -50,6 +50,8 @@ class Run:
         garbage.collect_earlier()
         make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
+        if config.numerics.is_exact:
+            multiply_in_one_order()
         self.platform = Platform.detect()
         self.platform.activate()
         start_process_group(self.platform, config.run.collective_timeout_s)

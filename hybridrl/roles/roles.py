@@ -18,6 +18,7 @@ from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgori
 from hybridrl.config.own_code import imported
 from hybridrl.config.roles import run_models
 from hybridrl.config.rules_experts import replays
+from hybridrl.config.rules_numerics import gpu_refusal
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
@@ -344,6 +345,20 @@ def make_roles(
     return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
 
 
+def _match_engine(model: ParallelModel, config: Config) -> None:
+    """Makes a model compute the bits of the run's engine.
+
+    Raises:
+        UserError: The model runs on GPUs.
+    """
+    traits = ENGINES[config.rollout.engine]
+    if model.world.platform.is_cpu:
+        attend = traits.exact_attention
+        model.match_engine(None if attend is None else imported(attend))
+        return
+    raise gpu_refusal()
+
+
 def _build(
     meshes: Meshes,
     role: str,
@@ -358,6 +373,5 @@ def _build(
     if role == "policy" and replays(config):
         model.replay_experts()
     if head == "lm" and config.numerics.is_exact:
-        attention = ENGINES[config.rollout.engine].exact_attention
-        model.match_engine(None if attention is None else imported(attention))
+        _match_engine(model, config)
     return model

@@ -62,7 +62,9 @@ class EngineTraits:
             `rollout.kv_cache_dtype`).
         matches_exactly: Whether it can compute the same bits as the trainer (`numerics.match`).
         exact_attention: `module:function` of the attention with which the trainer then computes;
-            None for the trainer's own.
+            None for the trainer's own. For CPU.
+        exact_kernels: `module:object` of the `EngineKernels` with which the trainer computes on
+            GPUs; None if it cannot compute the engine's bits there.
         max_stop_tokens: Maximum number of stop tokens in a request with a minimum length; None
             means no limit.
         runs_on_gpus: Whether `hybridrl plan` assumes that it runs on GPUs, even if the host has
@@ -96,6 +98,7 @@ class EngineTraits:
     quantizes: bool = False
     matches_exactly: bool = False
     exact_attention: str | None = None
+    exact_kernels: str | None = None
     max_stop_tokens: int | None = None
     runs_on_gpus: bool = False
     has_fitted_times: bool = False
@@ -165,6 +168,7 @@ ENGINES = {
         quantizes=True,
         matches_exactly=True,
         exact_attention="hybridrl.rollout.vllm.exact:attend",
+        exact_kernels="hybridrl.rollout.vllm.exact_gpu:KERNELS",
         max_stop_tokens=128,  # the maximum that vLLM's second model runner can exclude
         runs_on_gpus=True,
         has_fitted_times=True,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from hybridrl.checkpoint.writing import ModelFiles
-from hybridrl.config.rules_numerics import gpu_refusal
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
@@ -57,6 +56,7 @@ from hybridrl.models.megatron.layers import (
     choose_layers,
     shares_prompts,
 )
+from hybridrl.models.megatron.packed_exactly import EngineKernels
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.megatron.shared_weights import shareable, take_weights, without_memory
@@ -276,19 +276,22 @@ class ParallelModel:
         trained = self._layout(self.trained_family, self._place).shapes if self.lora else ()
         return shareable(self.base_layout(), lender.base_layout(), trained, lender.frozen_weights())
 
-    def match_engine(self, attend: Callable[..., torch.Tensor] | None = None) -> None:
+    def match_engine(
+        self,
+        attend: Callable[..., torch.Tensor] | None = None,
+        kernels: EngineKernels | None = None,
+    ) -> None:
         """Makes forward passes compute the same bits as the engine (`numerics.match`).
 
         Args:
-            attend: The engine's attention; see `compute_exactly`.
+            attend: The engine's attention on CPU; see `compute_exactly`.
+            kernels: The engine's operations on GPUs; None on CPU.
 
         Raises:
-            UserError: The model runs on GPUs, or has a module that cannot.
+            UserError: The model has a module that cannot.
         """
-        if not self.world.platform.is_cpu:
-            raise gpu_refusal()
         with self.world.all_agree("replacing operations by exact ones"):
-            compute_exactly(self._chunks, attend)
+            compute_exactly(self._chunks, attend, kernels)
 
     def replay_experts(self) -> None:
         """Makes the model reuse the experts that the engine selected, for batches that record them.

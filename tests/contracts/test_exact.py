@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,14 @@ from packaged import needs
 from small_runs import small_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl import ops
 from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.own_code import imported
 from hybridrl.config.schema import GrpoConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
-from hybridrl.models.megatron import exact
+from hybridrl.models.megatron import exact, packed_exactly
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.roles.policy import Policy
@@ -108,13 +110,18 @@ def rollouts_of(engine: Any, temperature: float, repeated: int = 25) -> TrainBat
 
 
 def trainer(
-    mesh: Mesh, folder: Path, dtype: torch.dtype, temperature: float, budget: int = 512
+    mesh: Mesh,
+    folder: Path,
+    dtype: torch.dtype,
+    temperature: float,
+    budget: int = 512,
+    shares: bool | None = None,
 ) -> Policy:
     mesh.platform.seed(1)
     hf_config = AutoConfig.from_pretrained(folder).to_dict()
     family = resolve_family(None, hf_config)
     source = ModelSource(family, hf_config, dtype, family.name, folder)
-    train = TrainConfig(micro_batch_tokens=budget, layers="torch")
+    train = TrainConfig(micro_batch_tokens=budget, layers="torch", share_prompts=shares)
     model = ParallelModel(mesh, source, "lm", train)
     load_hf(folder, model.layout(), model.weights(), hf_shapes(family, source.shape))
     return Policy(model, Grpo(GrpoConfig()), 1, temperature)
@@ -166,6 +173,74 @@ def test_trainer_computes_the_bits_that_the_engine_sampled_with(
     # The usual operations round differently, so that the test can fail.
     assert not torch.equal(usual_T, batch.behaviour_logp_T)
     assert float((usual_T - exact_T).abs().max()) < (0.5 if dtype == "bfloat16" else 1e-4)
+
+
+def attend_plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: packed_exactly.Bounds,
+    scale: float,
+    num_before: int | None,
+) -> torch.Tensor:
+    """Attends within packed sequences, one after another."""
+    found = []
+    for q, k in zip(
+        pairwise(bounds.cu_seqlens_q.tolist()), pairwise(bounds.cu_seqlens_k.tolist()), strict=True
+    ):
+        column = torch.arange(k[1] - k[0])
+        row = column[len(column) - (q[1] - q[0]) :, None]
+        seen = column <= row
+        if num_before is not None:
+            seen &= column >= row - num_before
+        parts = (x.transpose(0, 1) for x in (query[slice(*q)], key[slice(*k)], value[slice(*k)]))
+        result = torch.nn.functional.scaled_dot_product_attention(
+            *parts, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        found.append(result.transpose(0, 1))
+    return torch.cat(found)
+
+
+def plain_kernels() -> packed_exactly.EngineKernels:
+    """Returns stand-ins on CPU for an engine's operations on GPUs."""
+
+    def attend(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend_plainly(*arguments), arguments[0].new_zeros(0)
+
+    def backward(grad: torch.Tensor, *arguments: Any) -> Any:
+        query, key, value, _, _, *rest = arguments
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            return torch.autograd.grad(attend_plainly(*inputs, *rest), inputs, grad)
+
+    return packed_exactly.EngineKernels(attend, backward, ops.invariant_logps)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_packed_kernels_compute_what_the_usual_layers_compute(
+    mesh: Mesh, tmp_path: Path, name: str, is_shared: bool
+) -> None:
+    """The way on GPUs, with stand-ins for the engine's kernels: log-probabilities and gradients."""
+    model = reference(name)
+    model.save_pretrained(tmp_path)
+    engine = HfEngine(model.config.to_dict(), "float32", max_batch=4)
+    write_weights(engine, model, 0)
+    batch = rollouts_of(engine, 0.7)
+    found = []
+    for kernels in (None, plain_kernels()):
+        policy = trainer(mesh, tmp_path, torch.float32, 0.7, shares=is_shared)
+        if kernels is not None:
+            policy.model.match_engine(kernels=kernels)
+        policy.model.make_trainable(1e-3)
+        logps = policy.logprobs(batch)
+        learned = batch.join_columns(Producer.here("the test"), old_logp_T=logps)
+        learned = replace(learned, reward_B=torch.arange(9.0) % 4)
+        metrics = policy.update(policy.algorithm.advantages(learned))
+        found.append((logps, metrics["policy/grad_norm"]))
+    (usual_T, usual), (exact_T, ours) = found
+    torch.testing.assert_close(exact_T, usual_T, atol=1e-5, rtol=1e-5)
+    assert ours == pytest.approx(usual, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,12 +308,27 @@ def test_each_token_of_vllm_attends_as_a_request(monkeypatch: pytest.MonkeyPatch
 def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 7, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
-    norm = torch.randn(24, requires_grad=True)
+    norm, bias = torch.randn(24, requires_grad=True), torch.randn(40, requires_grad=True)
+    angle = torch.randn(4, 8)
+    angles = packed_exactly.rotary_table(angle, torch.float32)
+    turn = torch.polar(torch.ones(5, 1, 8), angle[[3, 0, 1, 3, 2]][:, None])
+    turned = torch.complex(x[..., :8], x[..., 8:16]) * turn
     query, key, value = (torch.randn(2, n, 9, 8, requires_grad=True) for n in (4, 2, 2))
     seen = torch.ones(9, 9, dtype=torch.bool).tril()[None]
     position = torch.arange(9)[None]
     pairs = (
-        (exact._Product.apply(x, weight), x @ weight.T, (x, weight)),
+        (exact._Linear.apply(x, weight, bias), x @ weight.T + bias, (x, weight, bias)),
+        (exact._Linear.apply(x, weight, None), x @ weight.T, (x, weight)),
+        (
+            exact._Swiglu.apply(x),
+            torch.nn.functional.silu(x[..., :12]) * x[..., 12:],
+            (x,),
+        ),
+        (
+            packed_exactly._Rotate.apply(x, angles, torch.tensor([3, 0, 1, 3, 2])),
+            torch.cat((turned.real, turned.imag, x[..., 16:]), -1),
+            (x,),
+        ),
         (
             exact._Norm.apply(x, norm, 1e-5, is_centered),
             torch.nn.functional.rms_norm(x, (24,), norm + float(is_centered), 1e-5),

@@ -105,6 +105,7 @@ WALLS = {
             "adapters",
             "decoding",
             "exact",
+            "exact_gpu",
             "head",
             "experts",
             "fp8",

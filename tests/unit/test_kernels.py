@@ -15,6 +15,7 @@ CASES = {
     "head_kernel_cases.py": "cases of the log-probability head",
     "draw_kernel_cases.py": "cases of drawing tokens",
     "adapter_kernel_cases.py": "cases of adding an adapter",
+    "row_kernel_cases.py": "cases of rows",
 }
 
 

@@ -77,7 +77,7 @@ class Head(LanguageModel):
 
     def __init__(self, weight: torch.Tensor) -> None:
         torch.nn.Module.__init__(self)
-        self.is_exact, self._weight = False, weight
+        self.exact_logps, self._weight = None, weight
 
     def output_weight(self) -> torch.Tensor:
         return self._weight

@@ -416,8 +416,10 @@ class PackedAttention(MegatronModule):
         if self.num_before is not None and self.num_before < 0:
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's value
-        # Exact attention, with the arguments of `exact.by_blocks`; exact.py sets it.
+        # Exact attention on CPU, with the arguments of `exact.by_blocks`, and on GPUs, with packed
+        # queries, keys and values, and their boundaries; exact.py sets them.
         self.attend_exactly: Callable[..., torch.Tensor] | None = None
+        self.attend_packed: Callable[..., torch.Tensor] | None = None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -456,6 +458,8 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        if self.attend_packed is not None:
+            return self.attend_packed(query, key, value, packed_seq_params)
         cp_size, cp_rank = 1, 0
         width = query.size(-2) * value.size(-1)
         if self.cp_group is not None:

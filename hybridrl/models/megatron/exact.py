@@ -1,10 +1,12 @@
 """Makes a Megatron model compute the same bits as an engine, whatever the batch.
 
-Replaces the forward passes of linear layers, norms, attention and the output layer by operations
-whose result for a token depends only on the token's sequence (ops.py, `invariant_*`). The hf engine
-calls the same operations (rollout/hf/exact.py). Backward passes are the usual ones. Rotary
-positions, activations and residual additions are computed element by element, by the same formulas
-and in the same types on both sides, so they need no replacement.
+Replaces the forward passes of linear layers, norms, SwiGLU, attention and the output layer by
+operations whose result for a token depends only on the token's sequence (ops.py, `invariant_*`).
+The engine calls the same operations (rollout/hf/exact.py, rollout/vllm/exact.py, and on GPUs
+rollout/vllm/exact_gpu.py). Backward passes are the usual ones. Other activations and residual
+additions are computed element by element, by the same formulas and in the same types on both sides,
+so they need no replacement; on CPU, neither do rotary positions. On GPUs, attention itself rotates
+queries and keys (packed_exactly.py).
 """
 
 from __future__ import annotations
@@ -16,28 +18,38 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
 
 from hybridrl import ops
 from hybridrl.errors import ModelError
 from hybridrl.models.megatron.attention import PackedAttention
 from hybridrl.models.megatron.heads import LanguageModel
+from hybridrl.models.megatron.layers import LeanMlp
 from hybridrl.models.megatron.norm import RMSNorm
+from hybridrl.models.megatron.packed_exactly import EngineKernels, PackedExactly
 from hybridrl.models.megatron.post_norm import PostNorm
 
 Attend = Callable[..., torch.Tensor]
 
 
-def compute_exactly(chunks: Sequence[torch.nn.Module], attend: Attend | None = None) -> None:
+def compute_exactly(
+    chunks: Sequence[torch.nn.Module],
+    attend: Attend | None = None,
+    kernels: EngineKernels | None = None,
+) -> None:
     """Replaces the operations of a model's chunks.
 
     Args:
-        attend: The engine's attention, with the arguments of `by_blocks`, which is the default.
+        attend: The engine's attention on CPU, with the arguments of `by_blocks`, which is the
+            default.
+        kernels: The engine's operations on GPUs; None on CPU.
 
     Raises:
         ModelError: A module with parameters has no such operation.
     """
     for chunk in chunks:
-        for name, part in chunk.named_modules():
+        for name, module in chunk.named_modules():
+            part: Any = module
             if isinstance(part, ColumnParallelLinear | RowParallelLinear):
                 part._forward_impl = _linear
             elif isinstance(part, RMSNorm):
@@ -45,9 +57,18 @@ def compute_exactly(chunks: Sequence[torch.nn.Module], attend: Attend | None = N
             elif isinstance(part, PostNorm):
                 part.forward = partial(_post_norm, part)  # type: ignore[method-assign]
             elif isinstance(part, PackedAttention):
-                part.attend_exactly = partial(ExactAttention.apply, attend or by_blocks)
+                if kernels is None:
+                    part.attend_exactly = partial(ExactAttention.apply, attend or by_blocks)
+                else:
+                    part.attend_packed = PackedExactly(kernels, part.scale, part.num_before)
             elif isinstance(part, LanguageModel):
-                part.is_exact = True
+                part.exact_logps = ops.invariant_logps if kernels is None else kernels.logps
+                part.rotates_in_attention = kernels is not None
+            elif isinstance(part, MLP) and part.config.activation_func is F.silu:
+                if isinstance(part, LeanMlp):
+                    part._activated = _activated  # type: ignore[method-assign]
+                else:
+                    part.forward = partial(_feed_forward, part)
             elif any(True for _ in part.parameters(recurse=False)) and "embedding" not in name:
                 raise ModelError(
                     "numerics.match",
@@ -61,29 +82,62 @@ def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
     """Takes the place of Megatron's product, whose further arguments concern several ranks."""
-    product: torch.Tensor = _Product.apply(input, weight)
-    return product if bias is None else product + bias
+    found: torch.Tensor = _Linear.apply(input, weight, bias)
+    return found
 
 
-class _Product(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight_NK)
         rows_MK = x.reshape(-1, x.size(-1))
-        return ops.invariant_product(rows_MK, weight_NK).view(*x.shape[:-1], -1)
+        return ops.invariant_linear(rows_MK, weight_NK, bias_N).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight_NK = ctx.saved_tensors
         grad_MN = grad.reshape(-1, grad.size(-1))
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_MN @ weight_NK).view(x.shape)
         if ctx.needs_input_grad[1]:
             grad_weight = grad_MN.T @ x.reshape(-1, x.size(-1))
-        return grad_x, grad_weight
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_MN.sum(0)
+        return grad_x, grad_weight, grad_bias
+
+
+def _feed_forward(
+    mlp: MLP, hidden_states: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Takes the place of the `forward` of Megatron's gated feed-forward layer."""
+    widened, bias = mlp.linear_fc1(hidden_states)
+    output, output_bias = mlp.linear_fc2(_activated(widened, bias))
+    return output, output_bias
+
+
+def _activated(
+    widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    assert scale is None  # only experts have one
+    found: torch.Tensor = _Swiglu.apply(widened if bias is None else widened + bias)
+    return found
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return ops.invariant_swiglu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ops.invariant_swiglu_backward(grad, x)
 
 
 def _norm(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -115,11 +169,8 @@ class _Norm(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, weight_D, inverse = ctx.saved_tensors
-        unit, wide = x.float() * inverse, grad.float()
-        scaled = wide * (weight_D.float() + 1.0 if ctx.is_centered else weight_D.float())
-        grad_x = inverse * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-        grad_weight = (wide * unit).reshape(-1, x.size(-1)).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight_D.dtype), None, None
+        found = ops.invariant_rms_norm_backward(grad, x, weight_D, inverse, ctx.is_centered)
+        return *found, None, None
 
 
 def by_blocks(

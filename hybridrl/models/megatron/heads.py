@@ -9,6 +9,7 @@ statistics are needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from hybridrl import ops
 from hybridrl.models.family import Scales
 from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.megatron.attention import PackedSequences
+from hybridrl.models.megatron.packed_exactly import RotaryRows
+
+Logps = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
-        is_exact: bool,
+        exact_logps: Logps | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
@@ -99,8 +103,8 @@ class _TokenStatsFunction(torch.autograd.Function):
         ctx.num_positions = hidden_SD.size(0)
         ctx.set_materialize_grads(False)
         logp = target_logit - largest - log_sum
-        if is_exact:
-            logp = ops.invariant_logps(hidden_ND, shard_VD, target_N, temperature)
+        if exact_logps is not None:
+            logp = exact_logps(hidden_ND, shard_VD, target_N, temperature)
         return _at_rows(logp, rows_N, len(hidden_SD)), _at_rows(entropy, rows_N, len(hidden_SD))
 
     @staticmethod
@@ -228,10 +232,12 @@ class PackedModel(GPTModel):
         scales: Constant factors in the model.
         extra_inputs: Inputs other than tokens, which may change the embeddings before sequence
             parallelism splits them; None if there are none.
+        rotates_in_attention: Whether attention itself rotates queries and keys (exact.py).
     """
 
     scales = Scales()
     extra_inputs: ExtraInputs | None = None
+    rotates_in_attention = False
 
     def _preprocess(  # type: ignore[override]
         self,
@@ -253,6 +259,11 @@ class PackedModel(GPTModel):
             if self.config.sequence_parallel:
                 padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
             found = (*found[:5], padding_mask, *found[6:])
+        if self.rotates_in_attention and packed_seq_params is not None:
+            embedded, angles_LD, *rest = found
+            rows = RotaryRows.of(angles_LD, kwargs["position_ids"][0], self.config.params_dtype)
+            packed_seq_params.derived[RotaryRows] = rows
+            return (embedded, None, *rest)
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
         embedded, angles_LD, *rest = found
@@ -296,10 +307,11 @@ class LanguageModel(PackedModel):
 
     Attributes:
         num_top: Number of most likely tokens to find at each position.
-        is_exact: Whether log-probabilities have the bits that an engine computes (exact.py).
+        exact_logps: Computes log-probabilities with the bits of an engine (exact.py), with the
+            arguments of `ops.invariant_logps`; None for the usual way.
     """
 
-    is_exact = False
+    exact_logps: Logps | None = None
 
     def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -340,7 +352,9 @@ class LanguageModel(PackedModel):
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
         target_N = columns_NC[:, 0].contiguous()  # the kernels need contiguous targets
-        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head, self.is_exact)
+        stats = _TokenStatsFunction.apply(
+            hidden_SD, weight, target_N, rows_N, *head, self.exact_logps
+        )
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)

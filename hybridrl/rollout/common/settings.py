@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped
 from hybridrl.errors import UserError
+from hybridrl.models.family import Rotary
 from hybridrl.models.quantized import BLOCK, unquantized_modules
 from hybridrl.rollout.engine import Request
 
@@ -48,6 +49,7 @@ class EngineSettings:
         unquantized: HF names of linear layers that quantization leaves out.
         kv_cache_dtype: Type of the KV cache, as in `rollout.kv_cache_dtype`.
         is_exact: Whether the engine computes the same bits as the trainer (`numerics.match`).
+        rotary: The trainer's rotary positions, for exact mode on GPUs.
     """
 
     hf_config: Mapping[str, Any]
@@ -68,11 +70,14 @@ class EngineSettings:
     unquantized: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     is_exact: bool = False
+    rotary: Rotary | None = None
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
         """Returns the settings for these inputs."""
-        rollout, unquantized = inputs.rollout, list[str]()
+        rollout, unquantized, rotary = inputs.rollout, list[str](), None
+        if inputs.is_exact:
+            rotary = inputs.family.model_keywords(inputs.hf_config).get("rotary")
         if rollout.quantization != "none":
             unquantized = unquantized_modules(inputs.family, inputs.family.shape(inputs.hf_config))
         return EngineSettings(
@@ -93,6 +98,7 @@ class EngineSettings:
             unquantized=tuple(unquantized),
             kv_cache_dtype=rollout.kv_cache_dtype,
             is_exact=inputs.is_exact,
+            rotary=rotary,
         )
 
     def config_json(self) -> dict[str, Any]:

@@ -44,14 +44,9 @@ def compute_exactly(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-def _product(linear: Any, x: Tensor, weight_NK: Tensor) -> Tensor:
-    found = ops.invariant_product(x.reshape(-1, x.size(-1)), weight_NK)
-    return found.view(*x.shape[:-1], -1)
-
-
 def _linear(linear: Any, x: Tensor) -> Tensor:
-    found = _product(linear, x, linear.weight)
-    return found if linear.bias is None else found + linear.bias
+    found = ops.invariant_linear(x.reshape(-1, x.size(-1)), linear.weight, linear.bias)
+    return found.view(*x.shape[:-1], -1)
 
 
 def _logits(head: Any, hidden: Tensor) -> Tensor:

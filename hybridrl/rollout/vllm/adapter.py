@@ -20,9 +20,9 @@ from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
+from hybridrl.rollout.vllm import exact, exact_gpu
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
-from hybridrl.rollout.vllm.exact import compute_exactly
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
 from hybridrl.rollout.vllm.head import compute_wide_logits
@@ -93,7 +93,11 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._settings.is_exact:
-            compute_exactly(model)
+            if self._device.type == "cpu":
+                exact.compute_exactly(model)
+            else:
+                assert self._settings.rotary is not None  # rules allow only such models
+                exact_gpu.compute_exactly(model, self._settings.rotary)
         elif self._device.type == "cpu" and self._dtype != torch.float32:
             compute_wide_logits(model)
         if self._shape.latent is not None and self._device.type == "cpu":

@@ -35,6 +35,18 @@ GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense 
 # for activations and CUDA graphs. If they need more, vLLM measures how large a cache fits.
 GPU_KNOWN_SHARE = 0.8
 
+# For exact mode on GPUs. Without compilation, because Inductor would fuse operations and round them
+# in its own way. Decode steps are captured as a whole; prompts run eagerly.
+EXACT_ARGUMENTS: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "attention_config": {
+        "backend": "FLASH_ATTN",
+        "flash_attn_version": 3,
+        "flash_attn_max_num_splits_for_cuda_graph": 1,
+    },
+    "disable_cascade_attn": True,
+}
+
 # Type of the logits, as in the trainer. Logits of about 20 that are rounded to bfloat16 are wrong
 # by up to 0.06 nats.
 HEAD_DTYPE = "float32"
@@ -117,6 +129,8 @@ def engine_arguments(
         }
     else:
         arguments["max_num_batched_tokens"] = prefill_tokens(settings, shape, tp)
+        if settings.is_exact:
+            arguments |= EXACT_ARGUMENTS
         arguments |= {"enable_sleep_mode": True} | _gpu_memory(
             settings, shape, tp, weight_bytes, *device_memory
         )

@@ -45,7 +45,7 @@ def compute_exactly(model: torch.nn.Module) -> None:
         elif isinstance(part, RMSNorm | GemmaRMSNorm):
             part.forward = partial(_norm, part, isinstance(part, GemmaRMSNorm))
         elif isinstance(part, SiluAndMul):
-            part.forward = _silu_and_mul
+            part.forward = ops.invariant_swiglu
         elif isinstance(part, GeluAndMul):
             part.forward = partial(_gelu_and_mul, part.approximate)
         elif isinstance(part, RotaryEmbedding):
@@ -68,21 +68,15 @@ def _own(part: torch.nn.Module) -> Iterator[bool]:
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = ops.invariant_product(x.reshape(-1, x.size(-1)), layer.weight)
-    found = rows.view(*x.shape[:-1], -1)
-    return found if bias is None else found + bias
+    rows = ops.invariant_linear(x.reshape(-1, x.size(-1)), layer.weight, bias)
+    return rows.view(*x.shape[:-1], -1)
 
 
 def _norm(norm: Any, is_centered: bool, x: Tensor, residual: Tensor | None = None) -> Any:
+    arguments = norm.weight.data, norm.variance_epsilon, is_centered
     if residual is not None:
-        x = x + residual
-    found, _ = ops.invariant_rms_norm(x, norm.weight.data, norm.variance_epsilon, is_centered)
-    return found if residual is None else (found, x)
-
-
-def _silu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        return ops.invariant_add_rms_norm(x, residual, *arguments)
+    return ops.invariant_rms_norm(x, *arguments)[0]
 
 
 def _gelu_and_mul(approximate: str, x: Tensor) -> Tensor:
@@ -94,16 +88,11 @@ def _rotate(
     rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Rotates by the formula of Megatron and transformers, which round every product."""
-    size = rotary.rotary_dim
-    angles = rotary._match_cos_sin_cache_dtype(query)[positions.flatten()][:, None]
-    cos, sin = (torch.cat((half, half), -1) for half in angles.chunk(2, dim=-1))
+    table_LD, row_T = rotary._match_cos_sin_cache_dtype(query), positions.flatten()
 
     def turned(x: Tensor) -> Tensor:
-        heads = x.view(len(cos), -1, rotary.head_size)
-        part, rest = heads[..., :size], heads[..., size:]
-        first, second = part.chunk(2, dim=-1)
-        part = part * cos + torch.cat((-second, first), -1) * sin
-        return torch.cat((part, rest), -1).view(x.shape)
+        heads = x.view(len(row_T), -1, rotary.head_size)
+        return ops.invariant_rotate(heads, table_LD, row_T).view(x.shape)
 
     return turned(query), None if key is None else turned(key)
 
