@@ -10,26 +10,12 @@ from typing import Any
 import pytest
 import yaml
 from documented import undocumented
+from planned_configs import write_config
 from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hybridrl.config.load import load_config, to_yaml
 
-QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-}
 # The architecture page's words, not the code's.
 PLAN_KEYS = {
     "train": {"tp", "pp", "vpp", "cp", "ep", "dp"},
@@ -119,8 +105,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copyfile(config, folder / place / "config.json")
     for file in QUICKSTART.glob("*.yaml"):
         shutil.copyfile(file, folder / "examples" / "quickstart" / file.name)
-    (folder / "qwen").mkdir()
-    (folder / "qwen" / "config.json").write_text(json.dumps(QWEN25_7B))
+    write_config(folder / "qwen")
     content = {
         "run": {"name": "large"},
         "model": {"init": "qwen"},

@@ -13,26 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from planned_configs import QWEN25_7B, write_config
 
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
 from hybridrl.services.planner.phase_memory import GRAPH_BYTES, GROUP_BYTES
 from hybridrl.services.planner.plan_report import plan_report
 
-QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-}
 PARAMETERS = 7_615_616_512
 NO_SGLANG = pytest.mark.skipif(find_spec("sglang") is not None, reason="needs its absence")
 
@@ -40,8 +26,7 @@ NO_SGLANG = pytest.mark.skipif(find_spec("sglang") is not None, reason="needs it
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A working folder with a model's config.json, prompts and a valid configuration."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN25_7B))
+    write_config(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     content = {
@@ -331,11 +316,7 @@ def test_plan_refuses_a_term_that_needs_more_than_the_policy(here: Path) -> None
 
 
 def test_plan_refuses_a_layout_that_cannot_cut_a_reward_model(here: Path) -> None:
-    content = json.loads((here / "model" / "config.json").read_text())
-    served = here / "served"
-    served.mkdir()
-    content |= {"num_attention_heads": 14, "num_key_value_heads": 2}
-    (served / "config.json").write_text(json.dumps(content))
+    served = write_config(here / "served", num_attention_heads=14, num_key_value_heads=2)
     scorer = f"reward={{function: reward_model, options: {{path: '{served}'}}}}"
     done = hybridrl(here, "plan", "c.yaml", scorer, "train.tp=4", "--world", "4", "--json")
     assert done.returncode == 2, done.stderr

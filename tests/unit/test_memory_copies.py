@@ -237,11 +237,23 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The records of a run that nothing ends, which leaves no copies."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "memory").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_folders, "MEMORY", folder / "memory")
+        with small_run(folder, *KNOBS) as trainer:
+            trainer.fit()
+    assert not list((folder / "memory").iterdir())
+    return records(folder)
+
+
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_run_goes_on_from_its_newest_copy(num_hosts: int, tmp_path: Path) -> None:
-    with small_run(tmp_path / "unbroken", *KNOBS) as trainer:
-        trainer.fit()
-    assert not list((tmp_path / "memory").iterdir())
+def test_a_run_goes_on_from_its_newest_copy(
+    num_hosts: int, unbroken: list[dict[str, float]], tmp_path: Path
+) -> None:
     copies = lose(tmp_path, 4)
     # That of step 4 was not sealed before the loss, as the first of the two was.
     assert steps_in(copies) == [3, 4] and not (copies / "step_4" / "manifest.json").exists()
@@ -256,7 +268,7 @@ def test_a_run_goes_on_from_its_newest_copy(num_hosts: int, tmp_path: Path) -> N
     verify_all(folder, found.manifest)
     assert found.manifest.order == 1 and not found.manifest.lineage
     assert not list((tmp_path / "memory").iterdir())
-    for ours, theirs in zip(records(tmp_path), records(tmp_path / "unbroken"), strict=True):
+    for ours, theirs in zip(records(tmp_path), unbroken, strict=True):
         assert all(ours[key] == theirs[key] for key in ("policy/loss", "policy/grad_norm"))
 
 

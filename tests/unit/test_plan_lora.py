@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -135,18 +136,26 @@ def test_ranks_receive_the_base_once_if_they_do_not_train_it() -> None:
     assert max(report["reshard"]["receive_bytes"]) < 2 * ADAPTERS
 
 
-MIXTURE = (
-    f"model.init={ROOT / 'benchmarks' / 'models' / 'qwen3-30b-a3b.json'}",
-    "lora.rank=8",
-    "lora.targets=[all-linear, experts]",
-)
-EXPERTS = 48 * 128  # experts of Qwen3 30B-A3B, of width 768 in layers of width 2048
+LAYERS = 4
+EXPERTS = LAYERS * 128  # experts of Qwen3 30B-A3B, of width 768 in layers of width 2048
 OF_EXPERTS = EXPERTS * 3 * 8 * (2048 + 768)
-OF_ATTENTION = 48 * 8 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)
+OF_ATTENTION = LAYERS * 8 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048)
+MIXTURE = ("lora.rank=8", "lora.targets=[all-linear, experts]")
 
 
-def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_for_them() -> None:
-    report, violations = plan_report(config_of(*MIXTURE, "train.ep=4"), 4, H100, Host())
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Overrides for adapters on a few layers of Qwen3 30B-A3B."""
+    content = json.loads((MODEL.parent / "qwen3-30b-a3b.json").read_text())
+    file = tmp_path_factory.mktemp("mixture") / "config.json"
+    file.write_text(json.dumps(content | {"num_hidden_layers": LAYERS}))
+    return f"model.init={file}", *MIXTURE
+
+
+def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_for_them(
+    mixture: tuple[str, ...],
+) -> None:
+    report, violations = plan_report(config_of(*mixture, "train.ep=4"), 4, H100, Host())
     assert violations == []
     lora, alone = report["lora"], "lora.targets=[experts]"
     assert lora["adapter_bytes"] == 2 * (OF_EXPERTS + OF_ATTENTION)
@@ -156,17 +165,17 @@ def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_fo
     text = plan_text(report)
     assert "each sync sends adapters and merged weights" in text
     assert "merged weights of experts (lora.targets: targets without experts" in text
-    held = plan(*MIXTURE, "train.ep=4", engine="hf", world=4)
+    held = plan(*mixture, "train.ep=4", engine="hf", world=4)
     assert held["lora"]["sync_bytes"] == held["lora"]["adapter_bytes"] == lora["adapter_bytes"]
     assert held["lora"]["merging"] is None
-    config = config_of(*MIXTURE)
+    config = config_of(*mixture)
     models, _ = planned_models(config)
     assert models is not None
     known = read_model(None, read_model_config(config.model))
     policy = role_models(config, models, *known)[0]
     assert policy.adapter_params == OF_EXPERTS + OF_ATTENTION
     assert policy.active_adapter_params == OF_EXPERTS * 8 // 128 + OF_ATTENTION  # 8 a token
-    only = plan(*MIXTURE, alone, "train.ep=4", world=4)
+    only = plan(*mixture, alone, "train.ep=4", world=4)
     assert only["lora"]["adapter_bytes"] == 2 * OF_EXPERTS
     assert only["lora"]["sync_bytes"] == merged
     assert only["lora"]["engine_holds_adapters"] is False
@@ -176,10 +185,12 @@ def test_adapters_of_experts_are_counted_and_merged_for_engines_without_slots_fo
     ("engine", "targets"),
     [("vllm", "[all-linear, experts]"), ("vllm", "[experts]"), ("hf", "[all-linear, experts]")],
 )
-def test_a_search_counts_adapters_of_experts_as_a_plan_does(engine: str, targets: str) -> None:
+def test_a_search_counts_adapters_of_experts_as_a_plan_does(
+    engine: str, targets: str, mixture: tuple[str, ...]
+) -> None:
     more = ("rollout.tp=4", "rollout.ep=4") if engine == "vllm" else ()
     sizes = "train.ep=4", f"lora.targets={targets}", *more
-    check_search(config_of(*MIXTURE, *sizes, engine=engine))
+    check_search(config_of(*mixture, *sizes, engine=engine))
 
 
 @pytest.mark.parametrize(

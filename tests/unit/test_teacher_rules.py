@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_configs import QWEN25_7B
 
 from hybridrl.config.identity import identity as identity_of
 from hybridrl.config.identity import identity_violations
@@ -17,19 +18,13 @@ from hybridrl.errors import ConfigError
 from hybridrl.loop.preflight import model_violations, validate_training
 from hybridrl.services.planner.plan_report import plan_report
 
-SMALL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
+SMALL = QWEN25_7B | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "max_position_embeddings": 4096,
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "vocab_size": 256,
 }
 # Twice as wide, of another family.
