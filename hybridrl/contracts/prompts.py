@@ -93,6 +93,11 @@ class Prompt:
             end = content.end
 
     @property
+    def input_key(self) -> str:
+        """Text that is equal for prompts with equal tokens and images."""
+        return f"{self.tokens}{''.join(content.key for content in self.contents)}"
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """All parts of the prompt, in order."""
         found: list[Part] = []

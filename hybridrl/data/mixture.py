@@ -107,8 +107,9 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Splits prompts into a training part and a held-out part.
 
-    A prompt's tokens decide, so equal prompts stay together, and further rows move no prompt. All
-    samples of one chat go to the same part. An empty part gets the prompt nearest to the limit.
+    A prompt's tokens and images decide, so equal prompts stay together, and further rows move no
+    prompt. All samples of one chat go to the same part. An empty part gets the prompt nearest to
+    the limit.
 
     Raises:
         DataError: All prompts are equal, or come from one chat.

@@ -86,7 +86,9 @@ def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
 
 
 def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns the number of each prompt, and a value between 0 and 1 computed from its tokens."""
+    """Returns the number of each prompt, and a value between 0 and 1 computed from its tokens and
+    images.
+    """
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("prompt_id"), prompts.numbers("share")
     numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)
@@ -110,7 +112,7 @@ def _digest(text: bytes) -> int:
 
 
 def _share(prompt: Prompt) -> float:
-    return _digest(str(prompt.tokens).encode()) / 2**64
+    return _digest(prompt.input_key.encode()) / 2**64
 
 
 def write_prompts(

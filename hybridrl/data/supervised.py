@@ -51,7 +51,9 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
 
 
 def _next_other(prompts: Sequence[Prompt], number: int) -> Prompt:
-    """Returns the next prompt with different tokens, or the next prompt if all are equal."""
-    after = [*prompts[number + 1 :], *prompts[:number]]
-    own = prompts[number].tokens
-    return next((prompt for prompt in after if prompt.tokens != own), [*after, prompts[number]][0])
+    """Returns the next prompt with different tokens or images, or the next prompt if all are
+    equal.
+    """
+    after, own = [*prompts[number + 1 :], *prompts[:number]], prompts[number]
+    different = (prompt for prompt in after if prompt.input_key != own.input_key)
+    return next(different, [*after, own][0])

@@ -84,4 +84,4 @@ def spread(
 
 
 def _key(prompt: Prompt) -> str:
-    return hashlib.blake2b(str(prompt.tokens).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(prompt.input_key.encode(), digest_size=8).hexdigest()

@@ -27,11 +27,14 @@ from hybridrl.config.evaluation import EvalSetConfig
 from hybridrl.contracts.prompts import contents_from_bytes, contents_to_bytes
 from hybridrl.data.evaluation_sets import set_rows
 from hybridrl.data.images import ImageTokens, image_tokens, images_of
+from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
 from hybridrl.data.rows import Row
+from hybridrl.data.supervised import _next_other
 from hybridrl.errors import BadRowError, DataError, ModelError, UserError
 from hybridrl.generation.saved_rollouts import prompt_digest
+from hybridrl.generation.spread import _key
 from hybridrl.models.vision.images import (
     FILE,
     GRID,
@@ -464,3 +467,23 @@ def test_recent_images_are_decoded_once(images: ImageTokens, monkeypatch: Any) -
     first = images.processor.patches(content)
     monkeypatch.setattr(ImageProcessor, "resized", None)
     assert images.processor.patches(content) is first
+
+
+def test_prompts_with_equal_words_and_other_pictures_differ(
+    tokenizer: Any, images: ImageTokens
+) -> None:
+    """In what is held out, in the comparisons of KTO, and in the lengths that are remembered."""
+    rows = [
+        {"prompt": "<image> one two", "images": [file_of(picture(seed, 17, 25))]}
+        for seed in range(8)
+    ]
+    loaded = load(tokenizer, images, *rows)
+    assert len({prompt.tokens for prompt in loaded.prompts}) == 1
+    kept, held = hold_out(loaded, 0.5)
+    assert len(kept.prompts) + len(held) == 8 and kept.prompts and held
+    first, second, *_ = prompts = loaded.prompts
+    assert _next_other([first, first, second], 0) is second
+    assert len({_key(prompt) for prompt in prompts}) == 8
+    assert hold_out(load(tokenizer, images, *rows[:4]), 0.5)
+    with pytest.raises(DataError, match="4 equal prompts"):
+        hold_out(load(tokenizer, images, *[rows[0]] * 4), 0.5)
