@@ -23,8 +23,10 @@ from hybridrl.config.starter import (
     has_no_weights,
     has_template,
     known_positions,
+    local_config,
     starter_text,
 )
+from hybridrl.config.wrapped_models import has_images
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.models.weights import hf_shapes
@@ -91,6 +93,7 @@ def init(
         positions=known_positions(model),
         reward=reward,
         is_fresh=has_no_weights(model),
+        reads_images=has_images(local_config(model)),
         num_parameters=known_parameters(model),
     )
     text = starter_text(start)

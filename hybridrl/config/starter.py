@@ -20,15 +20,20 @@ from hybridrl.config.algorithm import (
     GrpoConfig,
     nearest_algorithm,
 )
+from hybridrl.config.files import read_json_object
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.config.wrapped_models import text_part
+from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.rollout.registry import ENGINES
 
 COMMENT_COLUMNS = 100
 ON_CPU = "Small, so that a step on a CPU is short; raise it on GPUs."
 EXPORTED = "hf"  # subfolder of a run for converted weights, used in the documentation
 USUAL_PROMPT, USUAL_RESPONSE = 512, 1024  # tokens
+# Tokens of a prompt with one image of the default data.max_image_pixels: at most 1,338 of
+# Qwen2.5-VL, fewer of other models.
+PROMPT_WITH_IMAGE = 2048
 CPU_RESPONSE = 64  # tokens; a step of a small model then takes seconds to minutes on a CPU
 TINY, SMALL = 20e6, 300e6  # parameters
 # Peak learning rates of models below TINY, models below SMALL, and larger ones or models of unknown
@@ -64,6 +69,7 @@ class Start:
             compared with the answer.
         is_fresh: Whether the model has a config.json but no weights yet.
         num_parameters: Number of the model's parameters; None if unknown.
+        reads_images: Whether the model is known to read images.
     """
 
     task: str
@@ -77,6 +83,7 @@ class Start:
     reward: str | None = None
     is_fresh: bool = False
     num_parameters: int | None = None
+    reads_images: bool = False
 
     def rate(self, kind: str) -> float:
         """Returns the learning rate in `RATES` for this kind of training and the model's size."""
@@ -93,7 +100,8 @@ class Start:
     @property
     def max_prompt_tokens(self) -> int:
         """Maximum prompt length: the usual value, but at most half of the model's positions."""
-        return min(USUAL_PROMPT, (self.positions or 2 * USUAL_PROMPT) // 2)
+        usual = PROMPT_WITH_IMAGE if self.reads_images else USUAL_PROMPT
+        return min(usual, (self.positions or 2 * usual) // 2)
 
     @property
     def max_new_tokens(self) -> int:
@@ -124,13 +132,19 @@ def has_no_weights(model: str) -> bool:
     return (folder / "config.json").is_file() and not files
 
 
-def known_positions(model: str) -> int | None:
-    """Returns the positions in a local config.json; None if unknown, for example for a hub name."""
+def local_config(model: str) -> dict[str, Any]:
+    """Returns a local config.json, of the text part of a multimodal model; empty if unknown, for
+    example for a hub name.
+    """
     try:
-        file = Path(model).expanduser() / "config.json"
-        found = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):  # the fault is reported when the file is used
-        return None
+        return text_part(read_json_object(Path(model).expanduser() / "config.json", ModelError))
+    except ModelError:  # the fault is reported when the file is used
+        return {}
+
+
+def known_positions(model: str) -> int | None:
+    """Returns the positions in a local config.json; None if unknown."""
+    found = local_config(model).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 1 else None
 
 
@@ -233,6 +247,8 @@ def _train(start: Start, needs: Needs) -> Knobs:
         "learning_rate": (rate, reason.strip()),
         "warmup_steps": (5, "Without warm-up, Adam's first steps are too large."),
     }
+    if start.is_fresh and start.reads_images:
+        found["freeze"] = ([], "The vision tower has random weights too.")
     if needs.values and needs.policy:
         found["critic_learning_rate"] = (
             start.rate("critic"),

@@ -19,6 +19,8 @@ from hybridrl.config.starter import Start, starter_text
 from hybridrl.errors import UserError
 from hybridrl.services.planner.plan_report import plan_report
 
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+
 TAUGHT = ("on_policy_distillation", "distillation", "gkd")
 
 
@@ -131,6 +133,27 @@ def test_starter_of_a_model_without_weights_has_a_rate_for_fresh_ones(here: Path
     fresh, trained = sections
     assert fresh["model"] == {"init": "model"} and trained["model"] == {"path": "model"}
     assert fresh["train"]["learning_rate"] > 10 * trained["train"]["learning_rate"]
+
+
+def test_starter_of_a_model_with_images_has_room_for_one(here: Path) -> None:
+    """Sizes are those of the nested decoder; a tower with random weights is trained."""
+    content = json.loads((MODELS / "qwen3-vl-4b.json").read_text())
+    found = []
+    for positions in (262144, 1000):
+        content["text_config"]["max_position_embeddings"] = positions
+        (here / "model" / "config.json").write_text(json.dumps(content))
+        found.append(yaml.safe_load(starter_of("sft")))
+    assert [one["data"]["max_prompt_tokens"] for one in found] == [2048, 500]
+    assert [one["train"]["freeze"] for one in found] == [[], []]
+    (here / "model" / "model.safetensors").write_bytes(b"")
+    assert "freeze" not in yaml.safe_load(starter_of("sft"))["train"]
+
+
+def starter_of(task: str) -> str:
+    assert CliRunner().invoke(app, ["init", task, "model"]).exit_code == 0
+    text = Path(f"{task}.yaml").read_text()
+    Path(f"{task}.yaml").unlink()
+    return text
 
 
 @pytest.mark.parametrize(("task", "tiny", "small"), [("sft", 1e-4, 2e-5), ("grpo", 1e-4, 1e-5)])
