@@ -122,7 +122,7 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(succeed(folder, "plan", *arguments, "--json"))
     assert files_below(folder) == before
     added = {"fits", "verdict", "step", "gpu_memory_bytes", "positions", "order", "ranks"}
-    added |= {"assumptions", "trained", "update_positions"}
+    added |= {"assumptions", "images", "trained", "update_positions"}
     added.add("cluster")
     assert report.keys() == {*PLAN_KEYS, *added, "violations"}
     assert all(report[section].keys() == keys for section, keys in PLAN_KEYS.items())

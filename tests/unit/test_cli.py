@@ -158,7 +158,7 @@ def test_plan_as_json_is_one_object(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     added = {"fits", "verdict", "step", "gpu_memory_bytes", "positions", "order", "ranks", "lora"}
-    added |= {"assumptions", "optimizer", "trained", "update_positions"}
+    added |= {"assumptions", "images", "optimizer", "trained", "update_positions"}
     assert set(report) == {"cluster", "train", "rollout", "reshard", "memory", "violations", *added}
     assert report["train"] == {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 4}
     assert report["violations"] == []

@@ -20,6 +20,7 @@ from hybridrl.models.vision.tower import build_tower
 from hybridrl.parallel.host_gpus import Host, LocalGpu
 from hybridrl.services.planner.image_costs import image_tokens, stored_bytes, tower_work
 from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 NAMES = ("qwen3-vl-4b", "qwen2.5-vl-7b")
@@ -104,6 +105,10 @@ def test_plans_count_the_vision_tower(folder: Path) -> None:
     for phase in ("generation", "update"):
         times = [one["step"]["phases_s"][phase] for one in (text, smaller, whole)]
         assert times == sorted(times) and times[0] < times[1] < times[2]
+    assert whole["images"]["tokens_per_prompt"] == 1024
+    assert whole["images"]["tower_bytes"] == pytest.approx(2 * 0.4153e9, rel=1e-3)
+    (line,) = (line for line in plan_text(dict(smaller)).splitlines() if line.startswith("images"))
+    assert "256 tokens of images (layout.mean_image_tokens)" in line
     trained = plan(folder, "train.freeze=[]")
     assert trained["step"]["phases_s"]["update"] > whole["step"]["phases_s"]["update"]
     peak = "usual_train_peak_bytes"

@@ -7,7 +7,7 @@ many tokens of a prompt belong to images.
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridrl.config.schema import Config
 from hybridrl.models.vision.shape import GATE_UP, VisionShape
@@ -97,3 +97,18 @@ def engine_bytes(config: Config, vision: VisionShape | None, itemsize: int) -> i
     token = (vision.patch_size * vision.merge_size) ** 2
     largest = min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
     return scratch_bytes(vision, max(largest, ENGINE_TOKENS), itemsize)
+
+
+def images_report(
+    config: Config, vision: VisionShape | None, itemsize: int
+) -> dict[str, Any] | None:
+    """Returns the images that a plan assumes, and the size of a tower; None without a tower."""
+    if vision is None:
+        return None
+    is_given = config.layout.mean_image_tokens is not None
+    assumed = "assumed: one image of data.max_image_pixels; set layout.mean_image_tokens"
+    return {
+        "tokens_per_prompt": image_tokens(config, vision),
+        "source": "layout.mean_image_tokens" if is_given else assumed,
+        "tower_bytes": itemsize * vision.num_parameters,
+    }

@@ -39,6 +39,7 @@ from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict
 from hybridrl.services.planner.hardware import Assumptions, ClusterFile, assume, merged
+from hybridrl.services.planner.image_costs import images_report
 from hybridrl.services.planner.micro_batch_sizes import positions_of_update
 from hybridrl.services.planner.optimizer_report import optimizer_report
 from hybridrl.services.planner.phase_memory import (
@@ -71,6 +72,7 @@ ADDED = (
     "trained",
     "lora",
     "update_positions",
+    "images",
     "optimizer",
     "order",
     "ranks",
@@ -168,6 +170,7 @@ def _report(
         "trained": trained_summary(frozen_names(config.train.freeze, shape), family, shape) or None,
         "lora": _lora(config, roles, laid, itemsize, node),
         "update_positions": _update_positions(config, shape, laid.layout),
+        "images": images_report(config, shape.vision, itemsize),
         "optimizer": optimizer_report(
             config, roles, machines.num_ranks, assumed if placement.is_shared else None
         ),

@@ -85,6 +85,12 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             f"prompts  samples of a prompt share its tokens: an update computes {computed:,} "
             f"positions instead of {unshared:,} ({unshared / computed:.1f}x fewer)"
         )
+    if images := report["images"]:
+        size = memory_size(images["tower_bytes"])
+        yield (
+            f"images   a prompt has {images['tokens_per_prompt']:,} tokens of images "
+            f"({images['source']}); each rank of the first stage has a vision tower, {size}"
+        )
     optimizer = report["optimizer"]
     if is_full or optimizer["level"] != "device" or optimizer["optimizer"] != "adamw":
         yield from optimizer_lines(report["optimizer"])
