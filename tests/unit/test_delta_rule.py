@@ -29,6 +29,7 @@ LENGTHS = (1, 30, 64, 65, 150, 3)
 CPU = torch.device("cpu")
 # fp32 against fp64; the largest gradient is about 3.
 TOLERANCE = 2e-5
+SIZES = DeltaShape((0,), KEYS, VALUES, KEY_DIM, VALUE_DIM, 4)
 
 
 def drawn(lengths: tuple[int, ...], seed: int = 0) -> tuple[DeltaInputs, torch.Tensor]:
@@ -202,7 +203,7 @@ def in_bf16(
 
 def test_the_check_at_the_start_finds_a_wrong_gradient() -> None:
     """The forward pass of the planted fault is right, as on Hopper with Triton 3.6."""
-    checked = (KEY_DIM, VALUE_DIM, torch.float32, CPU)
+    checked = (SIZES, 1, torch.float32, CPU)
     assert gradient_fault(delta_rule, *checked) is None
     assert gradient_fault(in_bf16, *checked) is None
     fault = gradient_fault(with_wrong_gradient, *checked)
@@ -212,26 +213,26 @@ def test_the_check_at_the_start_finds_a_wrong_gradient() -> None:
 
 
 def test_kernels_are_refused_if_their_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = DeltaShape((0,), KEYS, VALUES, KEY_DIM, VALUE_DIM, 4)
+    sizes = DeltaShape((0,), KEYS, VALUES, 128, 64, 4)
     on_gpu = cast(Platform, SimpleNamespace(is_cpu=False, device=CPU))
-    asked = (sizes, torch.float32, on_gpu)
+    asked = (sizes, 1, torch.bfloat16, on_gpu)
     monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: None)
     found = choose_rule("auto", *asked)
-    assert found.rule is delta_rule and "flash-linear-attention is not installed" in found.said
+    assert found.rule is delta_rule and "triton is not installed" in found.said
     monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: name)
     for rule, reason in (
         (with_wrong_gradient, "the gradient of the decay differs"),
-        (without_history, "flash-linear-attention failed"),
+        (without_history, "the kernels failed"),
     ):
-        delta_kernels._fla_fault.cache_clear()
-        monkeypatch.setattr(delta_kernels, "fla_rule", rule)
+        delta_kernels._kernel_fault.cache_clear()
+        monkeypatch.setattr(delta_kernels, "kernel_rule", rule)
         found = choose_rule("auto", *asked)
         assert found.rule is delta_rule and reason in found.said
         with pytest.raises(UserError, match=reason) as caught:
-            choose_rule("fla", *asked)
+            choose_rule("triton", *asked)
         assert caught.value.name == "train.delta_rule"
-    delta_kernels._fla_fault.cache_clear()
-    monkeypatch.setattr(delta_kernels, "fla_rule", in_bf16)
-    assert choose_rule("fla", *asked).rule is in_bf16
+    delta_kernels._kernel_fault.cache_clear()
+    monkeypatch.setattr(delta_kernels, "kernel_rule", in_bf16)
+    assert choose_rule("triton", *asked).rule is in_bf16
     assert choose_rule("torch", *asked).rule is delta_rule
-    delta_kernels._fla_fault.cache_clear()
+    delta_kernels._kernel_fault.cache_clear()

@@ -1,11 +1,9 @@
-"""Chooses the implementation of the gated delta rule: torch's, or flash-linear-attention's kernels.
+"""Chooses the implementation of the gated delta rule: torch's, or hybridrl's Triton kernels.
 
-The kernels (package flash-linear-attention, fla) are much faster on GPUs. Their gradients are not
-always right: with Triton from 3.4 to below 3.7.1, Hopper GPUs compute wrong gradients of decays and
-step sizes, while the forward pass is right (fla issue 640). New versions refuse such hosts unless
-tilelang and nvcc are installed; old versions say nothing. So each process compares outputs, states
-and all gradients with torch's at the start, on its own device, and uses the kernels only if they
-agree.
+The kernels are much faster on GPUs. A compiler can get their gradients wrong without any message:
+Triton from 3.4 to below 3.7.1 does so on Hopper for kernels of flash-linear-attention (its issue
+640). So each process compares outputs, states and all gradients with torch's at the start, with the
+model's heads and on its own device, and uses the kernels only if they agree.
 """
 
 from __future__ import annotations
@@ -18,7 +16,13 @@ from typing import Literal
 import torch
 
 from hybridrl.errors import UserError
-from hybridrl.models.megatron.delta_rule import DeltaInputs, DeltaRule, Sequences, delta_rule
+from hybridrl.models.megatron.delta_rule import (
+    DeltaInputs,
+    DeltaRule,
+    Sequences,
+    delta_rule,
+    of_length_1,
+)
 from hybridrl.models.mixers import DeltaShape, MixerShape
 from hybridrl.platform import Platform
 
@@ -27,7 +31,6 @@ CHECKED_LENGTHS = (1, 63, 64, 65, 200)
 # Largest norm of an error, relative to the norm of the reference. bf16 rounds inputs and products
 # to 3 digits; wrong gradients differ in the first.
 TOLERANCE = 0.03
-NUM_CHECKED_KEYS = 2
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,13 @@ class ChosenRule:
     @property
     def name(self) -> str:
         """Name of the implementation."""
-        return "torch" if self.rule is delta_rule else "fla"
+        return "torch" if self.rule is delta_rule else "triton"
 
 
 def choose_rule(
-    wanted: Literal["auto", "torch", "fla"],
+    wanted: Literal["auto", "torch", "triton"],
     mixer: MixerShape | None,
+    tp: int,
     dtype: torch.dtype,
     platform: Platform,
 ) -> ChosenRule:
@@ -59,11 +63,12 @@ def choose_rule(
     Args:
         wanted: `train.delta_rule`.
         mixer: The model's recurrent modules.
+        tp: Tensor-parallel size, which divides the heads.
         dtype: Data type of the model.
         platform: Platform on which the model runs.
 
     Raises:
-        UserError: flash-linear-attention is requested but cannot be used.
+        UserError: The kernels are requested but cannot be used.
     """
     if not isinstance(mixer, DeltaShape):
         return ChosenRule(delta_rule, "")
@@ -71,76 +76,75 @@ def choose_rule(
         return ChosenRule(delta_rule, "gated delta rule: torch, as set by train.delta_rule")
     if platform.is_cpu:
         fault: str | None = "the model runs on the CPU"
-    elif importlib.util.find_spec("fla") is None:
-        fault = "flash-linear-attention is not installed"
+    elif importlib.util.find_spec("triton") is None:
+        fault = "triton is not installed"
     else:
-        fault = _fla_fault(mixer.key_dim, mixer.value_dim, dtype, platform.device)
+        fault = _kernel_fault(mixer, tp, dtype, platform.device)
     if fault is None:
-        said = "gated delta rule: flash-linear-attention, whose gradients agree with torch's"
-        return ChosenRule(fla_rule, said)
-    if wanted == "fla":
+        said = "gated delta rule: Triton kernels, whose gradients agree with torch's"
+        return ChosenRule(kernel_rule, said)
+    if wanted == "triton":
         remedy = f"Set train.delta_rule=auto: {fault}."
         raise UserError("train.delta_rule", wanted, "auto or torch here", remedy)
     return ChosenRule(delta_rule, f"gated delta rule: torch, since {fault}")
 
 
-def fla_rule(
+def kernel_rule(
     inputs: DeltaInputs,
     sequences: Sequences,
     state_NGKV: torch.Tensor | None = None,
     wants_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the rule with flash-linear-attention; see `DeltaRule`."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    """Computes the rule with hybridrl's Triton kernels; see `DeltaRule`."""
+    from hybridrl.kernels.delta_rule import delta_rule as computed
 
-    shared = inputs.value_TGV.size(1) // inputs.key_THK.size(1)
-    query, key = (
-        one.repeat_interleave(shared, 1)[None] for one in (inputs.query_THK, inputs.key_THK)
+    dtype = inputs.value_TGV.dtype
+    query_THK = of_length_1(inputs.query_THK) * inputs.query_THK.size(-1) ** -0.5
+    output_TGV, final_NGKV = computed(
+        query_THK.to(dtype),
+        of_length_1(inputs.key_THK).to(dtype),
+        inputs.value_TGV,
+        inputs.decay_TG,
+        inputs.beta_TG,
+        sequences.chunks,
+        state_NGKV,
     )
-    output, states = chunk_gated_delta_rule(
-        query,
-        key,
-        inputs.value_TGV[None].contiguous(),
-        g=inputs.decay_TG[None],
-        beta=inputs.beta_TG[None].to(query.dtype),
-        initial_state=state_NGKV,
-        output_final_state=wants_states,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=sequences.cu_seqlens,
-    )
-    return output[0].float(), states
+    return output_TGV.float(), final_NGKV if wants_states else None
 
 
 @lru_cache(8)
-def _fla_fault(
-    key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+def _kernel_fault(
+    sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns why flash-linear-attention cannot be used on this device, or None."""
+    """Returns why the kernels cannot be used on this device, or None."""
+    from hybridrl.kernels.delta_rule import fault
+
+    if unsupported := fault(sizes.key_dim, sizes.value_dim, dtype):
+        return str(unsupported)
     try:
-        return gradient_fault(fla_rule, key_dim, value_dim, dtype, device)
-    # fla and Triton raise many kinds of errors for hosts that they do not support.
+        return gradient_fault(kernel_rule, sizes, tp, dtype, device)
+    # Triton raises many kinds of errors for devices that it does not support.
     except Exception as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
-        return f"flash-linear-attention failed: {first[0][:200]}"
+        return f"the kernels failed: {first[0][:200]}"
 
 
 def gradient_fault(
-    rule: DeltaRule, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    rule: DeltaRule, sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Compares outputs, final states and gradients of a rule with those of torch's reference.
 
     Args:
         rule: Implementation to check.
-        key_dim, value_dim: Sizes of the model's heads.
+        sizes: Sizes of the model's module, whose heads are divided by `tp`.
+        tp: Tensor-parallel size.
         dtype: Data type of queries, keys and values.
         device: Device of the tensors.
 
     Returns:
         The first result that differs, and by how much; None if all agree.
     """
-    expected, found = (
-        _results(one, key_dim, value_dim, dtype, device) for one in (delta_rule, rule)
-    )
+    expected, found = (_results(one, sizes, tp, dtype, device) for one in (delta_rule, rule))
     for name, reference in expected.items():
         error = float((found[name] - reference).norm() / reference.norm())
         if not error <= TOLERANCE:  # also if it is not a number
@@ -149,22 +153,22 @@ def gradient_fault(
 
 
 def _results(
-    rule: DeltaRule, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    rule: DeltaRule, sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Returns outputs, final states and gradients of a rule for fixed inputs, by name, in fp32."""
     generator = torch.Generator().manual_seed(0)
-    num_tokens, keys, values = sum(CHECKED_LENGTHS), NUM_CHECKED_KEYS, 2 * NUM_CHECKED_KEYS
+    num_tokens, keys, values = sum(CHECKED_LENGTHS), sizes.key_heads // tp, sizes.value_heads // tp
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     inputs = {
-        "query": noise(num_tokens, keys, key_dim).to(dtype),
-        "key": noise(num_tokens, keys, key_dim).to(dtype),
-        "value": noise(num_tokens, values, value_dim).to(dtype),
+        "query": noise(num_tokens, keys, sizes.key_dim).to(dtype),
+        "key": noise(num_tokens, keys, sizes.key_dim).to(dtype),
+        "value": noise(num_tokens, values, sizes.value_dim).to(dtype),
         "decay": -0.1 * noise(num_tokens, values).abs(),
         "beta": noise(num_tokens, values).sigmoid(),
-        "initial state": noise(len(CHECKED_LENGTHS), values, key_dim, value_dim),
+        "initial state": noise(len(CHECKED_LENGTHS), values, sizes.key_dim, sizes.value_dim),
     }
     on_device = {name: one.to(device).requires_grad_() for name, one in inputs.items()}
     *tokens, state = on_device.values()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,6 +42,20 @@ class Rows(NamedTuple):
     index_NL: torch.Tensor
     is_real_NL: torch.Tensor
     numbers: tuple[int, ...]
+
+
+class Chunks(NamedTuple):
+    """Chunks of packed sequences, as kernels read them.
+
+    Args:
+        start_C: First token of each chunk, int32.
+        length_C: Number of tokens of each chunk, int32.
+        first_N: First chunk of each sequence, followed by the number of chunks, int32.
+    """
+
+    start_C: torch.Tensor
+    length_C: torch.Tensor
+    first_N: torch.Tensor
 
 
 class Sequences:
@@ -78,6 +92,17 @@ class Sequences:
             is_real_NL = column_L < length_N1
             found.append(Rows(index_NL.to(self.device), is_real_NL.to(self.device), tuple(numbers)))
         return found
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of all sequences."""
+        starts = [range(a, b, DELTA_CHUNK) for a, b in pairwise(self.starts)]
+        first = (0, *accumulate(len(one) for one in starts))
+        start_C = torch.tensor([start for one in starts for start in one], dtype=torch.int32)
+        end_C = torch.tensor([one.stop for one in starts for _ in one], dtype=torch.int32)
+        length_C = (end_C - start_C).clamp(max=DELTA_CHUNK)
+        first_N = torch.tensor(first, dtype=torch.int32)
+        return Chunks(*(one.to(self.device) for one in (start_C, length_C, first_N)))
 
     @cached_property
     def place_T(self) -> torch.Tensor:
@@ -153,8 +178,8 @@ def delta_rule(
     The backward pass computes each batch of rows again, because its intermediate values are many
     times larger than its inputs.
     """
-    query_THK = _of_length_1(inputs.query_THK) * inputs.query_THK.size(-1) ** -0.5
-    key_THK, value_TGV = _of_length_1(inputs.key_THK), inputs.value_TGV.float()
+    query_THK = of_length_1(inputs.query_THK) * inputs.query_THK.size(-1) ** -0.5
+    key_THK, value_TGV = of_length_1(inputs.key_THK), at_least_fp32(inputs.value_TGV)
     outputs, states = [], []
     for rows in sequences.rows:
         padding_NL1 = ~rows.is_real_NL[..., None]
@@ -177,9 +202,15 @@ def delta_rule(
     return output_TGV, torch.cat(states).index_select(0, sequences.order_N)
 
 
-def _of_length_1(heads: torch.Tensor) -> torch.Tensor:
-    heads = heads.float()
+def of_length_1(heads: torch.Tensor) -> torch.Tensor:
+    """Returns queries or keys of length 1, at least in fp32."""
+    heads = at_least_fp32(heads)
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in fp32, or in fp64 if it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _rule_of_rows(
