@@ -58,6 +58,7 @@ class SavedState(BaseModel):
             contains only what is trained. None if the run has no adapters.
         passed_over: HF directory with tensors that training passes over and exports contain
             unchanged (MTP layers, vision towers). None if there are no such tensors.
+        trains_mtp: Whether the policy contains the layer for multi-token prediction.
         layout: Layout of the ranks, in which alone random states are restored.
         family: Value of `model.family` that is needed to load the weights.
         dtype: Dtype of the policy's weights.
@@ -78,6 +79,7 @@ class SavedState(BaseModel):
     freeze: list[str] = []
     lora: SavedAdapters | None = None
     passed_over: SavedBase | None = None
+    trains_mtp: bool = False
     layout: str
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]

@@ -52,6 +52,7 @@ class ModelFiles:
         side_files: Folder that may contain tokenizer files.
         lora, base: LoRA adapters, and the model that they adapt; None if there are no adapters.
         passed_over: HF directory with tensors that training passes over; None if there are none.
+        trains_mtp: Whether the layer for multi-token prediction is part of the model.
     """
 
     hf_config: Mapping[str, Any]
@@ -61,6 +62,7 @@ class ModelFiles:
     lora: Lora | None = None
     base: BaseReference | None = None
     passed_over: BaseReference | None = None
+    trains_mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Content:
             "family": files.family,
             "dtype": files.dtype,
         }
+        if files.trains_mtp:
+            described["trains_mtp"] = True
         if files.passed_over is not None:
             described["passed_over"] = asdict(files.passed_over)
         return {**described, **adapters_state(files.lora, files.base)}

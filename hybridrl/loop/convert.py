@@ -124,7 +124,9 @@ def _from_checkpoint(
         lora, base = state.lora.lora, state.lora.base.reference
     family, files = adapted(family, lora), folder / HF_FILES
     kept = None if state.passed_over is None else state.passed_over.reference
-    model_source = ModelSource(family, hf_config, dtype, state.family, files, 0, base, kept)
+    model_source = ModelSource(
+        family, hf_config, dtype, state.family, files, 0, base, kept, state.trains_mtp
+    )
     # A reward model's checkpoint has no policy.
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     mesh = _mesh(world, *sizes, model_source.shape)

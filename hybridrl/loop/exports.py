@@ -68,7 +68,7 @@ def export_model(
             raised on all ranks.
     """
     source, world = model.source, model.world
-    shapes = hf_shapes(base_of(source.family), source.shape, model.head)
+    shapes = hf_shapes(base_of(source.family), model.shape, model.head)
     kept = None
     if model.head == "lm" and source.passed_over is not None:
         with world.all_agree("finding the tensors that training passed over"):

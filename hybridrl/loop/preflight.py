@@ -59,6 +59,7 @@ from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.mixers import mixer_rules
+from hybridrl.models.mtp import mtp_rules
 from hybridrl.models.trainable import freeze_rules, frozen_names
 from hybridrl.models.vision.images import Preprocessing
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
@@ -110,6 +111,9 @@ def model_violations(
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
+            found += mtp_rules(
+                config.train, lora_of(config.lora) is not None, family, shape, content
+            )
             found += hybrid_rules(rollout.engine, replays(config), shape)
             folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
             if shape.vision is not None and folder.is_dir():

@@ -30,6 +30,7 @@ from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.mixers import mixer_rules
+from hybridrl.models.mtp import mtp_rules
 from hybridrl.models.trainable import freeze_rules, frozen_names
 from hybridrl.models.weights import Head
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -107,6 +108,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         family, shape = read_model(config.model.family, model_config)
         found += bias_rule(train.moe.bias_update_rate, family, shape)
         found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
+        found += mtp_rules(train, lora_of(config.lora) is not None, family, shape, model_config)
         found += hybrid_rules(config.rollout.engine, replays(config), shape)
         head: Head = "lm" if trains_policy(config) else "value"
         found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)

@@ -223,6 +223,8 @@ class ModelShape:
             query projection then contains, for each head, its query and its gate.
         mixer: Recurrent module that replaces attention in some layers; None if there is none.
         vision: Vision tower; None if the model reads only text.
+        has_mtp: Whether the weight table contains the layer for multi-token prediction, because it
+            is trained (models/mtp.py).
     """
 
     num_layers: int
@@ -250,6 +252,7 @@ class ModelShape:
     gated_attention: bool = False
     mixer: MixerShape | None = None
     vision: VisionShape | None = None
+    has_mtp: bool = False
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -410,6 +413,8 @@ class Family:
             otherwise they run transformers' code, whose parameters are different.
         lora: LoRA adapters whose parameters `rows` contains in addition to the model's; None if
             there are none.
+        mtp_key: Key of config.json with the number of MTP layers, for families whose MTP layer can
+            be trained (models/mtp.py).
     """
 
     name: str
@@ -424,6 +429,7 @@ class Family:
     is_served_fused: bool = True
     extra_inputs: Callable[[HfConfig, Path | None], Any] | None = None
     lora: Lora | None = None
+    mtp_key: str = ""
     other_types: tuple[str, ...] = ()
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:

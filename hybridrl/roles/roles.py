@@ -298,6 +298,7 @@ def make_roles(
         lora,
         config.run.seed,
         is_exported=True,
+        trains_mtp=roles.trains_policy and config.train.mtp_coef > 0,
     )
     section = config.algorithm
     warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0
@@ -325,7 +326,7 @@ def make_roles(
     if roles.has_reference and has_reference and config.lora.shares_reference:
         reference = Policy(model, algorithm, num_policy_updates, temperature, uses_adapters=False)
     elif roles.has_reference and has_reference:
-        base = replace(source, family=base_of(source.family), base=None)
+        base = replace(source, family=base_of(source.family), base=None, trains_mtp=False)
         models["reference"] = frozen = _build(meshes, "reference", base, config, lender)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)

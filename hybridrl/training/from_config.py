@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ def model_source(
     lora: Lora | None = None,
     seed: int = 0,
     is_exported: bool = False,
+    trains_mtp: bool = False,
 ) -> ModelSource:
     """Reads the model's config.json and selects its family.
 
@@ -44,6 +46,7 @@ def model_source(
         lora: Adapters of the model; None if it has none.
         seed: Seed of initial weights.
         is_exported: Whether the model is trained and may be exported.
+        trains_mtp: Whether the layer for multi-token prediction is trained (`train.mtp_coef`).
     """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
@@ -57,10 +60,10 @@ def model_source(
         base = base_reference(config, hf_config, seed, platform.device.type)
     if is_exported and config.path is not None:
         stored = HfHeaders(model_directory(config)).shapes
-        if passed_over(stored, hf_shapes(family, shape)):
+        if passed_over(stored, hf_shapes(family, replace(shape, has_mtp=trains_mtp))):
             kept = base or base_reference(config, hf_config, seed, platform.device.type)
     return ModelSource(
-        adapted(family, lora), hf_config, dtype, name, directory, longest, base, kept
+        adapted(family, lora), hf_config, dtype, name, directory, longest, base, kept, trains_mtp
     )
 
 
@@ -96,7 +99,7 @@ def start_weights(model: ParallelModel, seed: int) -> None:
     if model.mesh.is_member:
         source, tensors = model.source, model.own_weights()
         shapes, layout = (
-            hf_shapes(base_of(source.family), source.shape, model.head),
+            hf_shapes(base_of(source.family), model.shape, model.head),
             model.own_layout(),
         )
         norm_weight = float(not source.shape.centered_norms)
@@ -134,6 +137,6 @@ def load_weights(
         missing_ok: HF tensors that may be absent; the model keeps its values for them.
     """
     if model.mesh.is_member:
-        shapes = hf_shapes(base_of(model.source.family), model.source.shape, model.head)
+        shapes = hf_shapes(base_of(model.source.family), model.shape, model.head)
         directory, layout = model_directory(section), model.own_layout()
         load_hf(directory, layout, model.own_weights(), shapes, missing_ok=set(missing_ok))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from hybridrl.models.megatron.layers import (
     choose_layers,
     shares_prompts,
 )
+from hybridrl.models.megatron.mtp import next_token_layers
 from hybridrl.models.megatron.packed_exactly import EngineKernels
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
@@ -119,6 +120,7 @@ class ModelSource:
         base: Reference to the model without adapters; None if it has none.
         passed_over: Reference to the HF directory with tensors that training passes over; None if
             there are none, or if the model is not exported.
+        trains_mtp: Whether the layer for multi-token prediction is part of the model.
     """
 
     family: Family
@@ -129,6 +131,7 @@ class ModelSource:
     longest: int | None = None
     base: BaseReference | None = None
     passed_over: BaseReference | None = None
+    trains_mtp: bool = False
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
@@ -146,6 +149,7 @@ class ModelSource:
             lora=self.family.lora,
             base=self.base,
             passed_over=self.passed_over,
+            trains_mtp=self.trains_mtp,
         )
 
     @cached_property
@@ -156,8 +160,12 @@ class ModelSource:
 
     @property
     def shape(self) -> ModelShape:
-        """Dimensions of the model."""
+        """Dimensions of the model, as engines have it."""
         return self.family.shape(self.hf_config)
+
+    def shape_with(self, head: Head) -> ModelShape:
+        """Returns the dimensions of the trained model."""
+        return replace(self.shape, has_mtp=self.trains_mtp and head == "lm")
 
 
 class ParallelModel:
@@ -188,6 +196,7 @@ class ParallelModel:
         world = mesh.world
         self.mesh, self.world = mesh, world
         self.source, self.head, self.train = source, head, train
+        self.shape = source.shape_with(head)
         with world.all_agree("choosing the library of the layers"):
             self.layers = choose_layers(
                 train.layers,
@@ -210,7 +219,8 @@ class ParallelModel:
         self.shares_weights = lender is not None
         self.borrowed: frozenset[str] = frozenset()
         self._chunks: list[torch.nn.Module] = self._build(lender) if mesh.is_member else []
-        shares = shares_prompts(
+        # The layer for multi-token prediction needs the token after each prompt.
+        shares = not self.shape.has_mtp and shares_prompts(
             train.share_prompts,
             mesh.layout.cp,
             self.layers.kind,
@@ -264,6 +274,7 @@ class ParallelModel:
                     layers=kind,
                     recompute=train.recompute,
                     extra_inputs=source.extra_inputs,
+                    has_mtp=self.shape.has_mtp,
                 )
             if lender is not None:
                 self.borrowed = self._shareable(lender)
@@ -402,7 +413,7 @@ class ParallelModel:
         return self.mesh.ranks.index(self.world.rank)
 
     def _layout(self, family: Family, place: int) -> RankLayout:
-        return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
+        return megatron_layout(family, self.shape, self.mesh.layout, place, *self._names)
 
     def weight_source(self, held: Family | None = None) -> WeightSource:
         """Returns the weights from which an engine is updated immediately after a step.
@@ -487,8 +498,7 @@ class ParallelModel:
         return AdapterWeights(layouts, tensors, held.lora.scale, every, shard, room)
 
     def _whole_layouts(self, family: Family) -> list[RankLayout]:
-        shape = self.source.shape
-        parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
+        parts = megatron_layouts(family, self.shape, self.mesh.layout, *self._names)
         by_rank = dict(zip(self.mesh.ranks, parts, strict=True))
         return [by_rank.get(rank, NOTHING) for rank in range(self.world.size)]
 
@@ -600,7 +610,7 @@ class ParallelModel:
     @property
     def trained_family(self) -> Family:
         """Family of the model, with a weight table that contains only the trained parameters."""
-        return trained_family(self.source.family, self.source.shape, self.frozen_parts, self.head)
+        return trained_family(self.source.family, self.shape, self.frozen_parts, self.head)
 
     @property
     def backward(self) -> BackwardShares:
@@ -652,6 +662,7 @@ class ParallelModel:
         self._optimizer.zero_grad()  # drops references to gradients; keeps the optimizer state
         pairs = [(one, loss) for some, loss in passes for one in some]
         self._prepare_routers([one for some, _ in passes for one in some])
+        self._prepare_mtp([one for some, _ in passes for one in some])
         assert self.memory is not None  # the model is trainable
         most = max((one.whole.num_positions for one, _ in pairs), default=0)
         with self.mesh.active(), self.memory.watching(most):
@@ -679,6 +690,32 @@ class ParallelModel:
             router.clear()
             router.aux_loss, router.z_loss = losses.aux_loss, losses.z_loss
             router.num_step_tokens = num_tokens
+
+    def _prepare_mtp(self, inputs: Sequence[ModelInput]) -> None:
+        """Sets the coefficient of the loss of multi-token prediction, and the number of response
+        tokens by which it is divided; collective over the replicas.
+        """
+        if not self.shape.has_mtp:
+            return
+        targets = sum(int(one.whole.loss_mask_S.sum()) for one in inputs)
+        count = torch.tensor(targets, dtype=torch.float64)
+        num_targets = max(int(self.mesh.sum_over_replicas(count)), 1)
+        for layer in next_token_layers(self._chunks):
+            layer.clear()
+            layer.coefficient, layer.num_step_targets = self.train.mtp_coef, num_targets
+
+    def mtp_loss(self) -> dict[str, float]:
+        """Returns the loss of multi-token prediction in the last update, nats per target token;
+        empty if the model has no such layer. Collective.
+        """
+        if not self.shape.has_mtp:
+            return {}
+        found = torch.zeros(2, dtype=torch.float64)
+        for layer in next_token_layers(self._chunks) if self.mesh.reports else ():
+            if layer.loss is not None:
+                found += layer.loss.double().cpu()  # a sync point, once per update
+        total, count = self.world.sum_over_world(found).tolist()
+        return {"mtp/loss": total / max(count, 1)}
 
     def expert_load(self) -> dict[str, float]:
         """Returns the expert load in the last update (`load_metrics`); empty for a dense model."""

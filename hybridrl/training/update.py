@@ -73,8 +73,8 @@ class Gradients:
         model: Model that holds the gradients.
         loss_parts: Loss of the mini-batch, followed by any additional loss terms.
         metrics: Metrics, the same on all ranks: `NAME/loss`, `NAME/grad_norm`,
-            `NAME/learning_rate`, `moe/...` (router.py, load_metrics) and `router/...`
-            (router_replay.py, replay_metrics).
+            `NAME/learning_rate`, `moe/...` (router.py, load_metrics), `router/...`
+            (router_replay.py, replay_metrics) and `mtp/loss`.
         rate: Learning rate for the step.
     """
 
@@ -98,6 +98,7 @@ class Gradients:
         experts = "moe" if name == "policy" else f"{name}/moe"
         metrics |= {f"{experts}/{what}": value for what, value in model.expert_load().items()}
         metrics |= {f"router/{what}": value for what, value in model.replays().items()}
+        metrics |= model.mtp_loss()
         done, peak = model.num_updates, model.peak_learning_rate
         rate = learning_rate(model.train, peak, done, num_updates_in_run)
         metrics[f"{name}/learning_rate"] = rate

@@ -117,7 +117,7 @@ def objective(output, micro):
 
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, for every HF tensor, this rank's reduced gradients and where it has some."""
-    shapes = hf_shapes(model.source.family, model.source.shape, model.head)
+    shapes = hf_shapes(model.source.family, model.shape, model.head)
     found = {
         name: (torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
         for name, shape in shapes.items()

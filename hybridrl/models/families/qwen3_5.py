@@ -21,6 +21,7 @@ from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import rope_parameters
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
 from hybridrl.models.mixers import DeltaShape
+from hybridrl.models.mtp import mtp_rows
 
 LINEAR, FULL = "linear_attention", "full_attention"
 LOCAL, HF = "decoder.layers.{L}.self_attention.", "model.layers.{L}.linear_attn."
@@ -178,7 +179,10 @@ def delta_rows(shape: ModelShape, is_grouped: bool = False) -> list[Row]:
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
     """Returns the weight table."""
-    return (*decoder_rows(shape), *delta_rows(shape))
+    own = (*decoder_rows(shape), *delta_rows(shape))
+    if not shape.has_mtp:
+        return own
+    return (*own, *mtp_rows(shape, decoder_rows(replace(shape, mixer=None))))
 
 
 def plain_positions(hf_config: HfConfig) -> dict[str, Any]:
@@ -188,13 +192,16 @@ def plain_positions(hf_config: HfConfig) -> dict[str, Any]:
     return {**hf_config, **({key: plain} if rope else {})}
 
 
-FAMILY = decoder_family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    shape,
-    KEYS,
-    rows=rows,
-    defaults=DEFAULTS,
-    rotary_share=0.25,
-    prepare=plain_positions,
+FAMILY = replace(
+    decoder_family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        shape,
+        KEYS,
+        rows=rows,
+        defaults=DEFAULTS,
+        rotary_share=0.25,
+        prepare=plain_positions,
+    ),
+    mtp_key="mtp_num_hidden_layers",
 )

@@ -32,6 +32,7 @@ from hybridrl.models.megatron.dispatch import gather_tokens
 from hybridrl.models.megatron.heads import LanguageModel, ValueModel
 from hybridrl.models.megatron.image_inputs import add_deepstack
 from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs, with_mixer
+from hybridrl.models.megatron.mtp import NextTokenLayer
 from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
 from hybridrl.models.megatron.rotary_positions import set_rotary
 from hybridrl.models.vision.tower import build_tower
@@ -188,6 +189,7 @@ def build_chunks(
     layers: LayerKind = "torch",
     recompute: Recompute = "none",
     extra_inputs: ExtraInputs | None = None,
+    has_mtp: bool = False,
 ) -> list[torch.nn.Module]:
     """Builds this rank's model chunks, one per virtual pipeline stage, without loading weights.
 
@@ -202,6 +204,7 @@ def build_chunks(
             built.
         recompute: 'selective' recomputes the output of the feed-forward layers' activations.
         extra_inputs: Model inputs other than tokens.
+        has_mtp: Whether the last stage has the layer for multi-token prediction.
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
@@ -240,6 +243,10 @@ def build_chunks(
                     **keywords,
                 )
             )
+        if has_mtp and keywords["post_process"]:
+            dense, _, final_norm = spec
+            group = chunks[-1].pg_collection.tp  # type: ignore[union-attr]  # Megatron's
+            chunks[-1].predictor = NextTokenLayer(config, dense, final_norm, group)
         if family_keywords.get("position_embedding_type") == "mrope":
             # Angles cover the whole micro-batch; packed attention selects this rank's part.
             chunks[-1].rotary_pos_emb.cp_group = None  # type: ignore[union-attr]  # Megatron's

@@ -27,7 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridrl import ops
 from hybridrl.models.family import Scales
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.models.megatron.attached_loss import AttachedLoss
 from hybridrl.models.megatron.attention import PackedSequences
+from hybridrl.models.megatron.mtp import NextTokenLayer, target_rows
 from hybridrl.models.megatron.packed_exactly import RotaryRows
 
 Logps = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -309,6 +311,7 @@ class LanguageModel(PackedModel):
         num_top: Number of most likely tokens to find at each position.
         exact_logps: Computes log-probabilities with the bits of an engine (exact.py), with the
             arguments of `ops.invariant_logps`; None for the usual way.
+        predictor: Layer that predicts the token after the next, if it is trained; last stage only.
     """
 
     exact_logps: Logps | None = None
@@ -317,6 +320,7 @@ class LanguageModel(PackedModel):
         super().__init__(**kwargs)
         self.num_tokens, self.logits_cap = num_tokens, logits_cap
         self.num_top = 0
+        self.predictor: NextTokenLayer | None = None
 
     def output_weight(self) -> torch.Tensor:
         """Returns this rank's rows of the output weight, including padding; last stage only."""
@@ -328,10 +332,23 @@ class LanguageModel(PackedModel):
         self,
         hidden_states: torch.Tensor,
         labels: HeadInput,
+        input_ids: torch.Tensor,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedSequences,
         **_: Any,
     ) -> torch.Tensor | TokenStats:
         if not self.post_process:
             return hidden_states
+        if self.predictor is not None and self.training and torch.is_grad_enabled():
+            loss = self._mtp_loss(
+                self.predictor,
+                hidden_states,
+                labels.rows_N,
+                input_ids[0],
+                rotary_pos_emb,
+                packed_seq_params,
+            )
+            hidden_states = AttachedLoss.apply(hidden_states, loss)
         rows_N = labels.rows_N
         group, weight = self.pg_collection.tp, self.output_weight()
         if self.config.sequence_parallel:
@@ -365,6 +382,37 @@ class LanguageModel(PackedModel):
             _at_rows(part, rows_N, hidden_SD.size(0)) for part in (chosen_NK, tokens_NC[:, 1:])
         )
         return TokenStats(*stats, *chosen)
+
+    def _mtp_loss(
+        self,
+        predictor: NextTokenLayer,
+        hidden_states: torch.Tensor,
+        rows_N: torch.Tensor,
+        tokens_S: torch.Tensor,
+        rotary: torch.Tensor,
+        packed: PackedSequences,
+    ) -> torch.Tensor:
+        """Returns the loss of the layer that predicts the token after the next; see
+        `NextTokenLayer.forward` for the arguments.
+
+        Only the layer's own parameters have gradients.
+        """
+        group, weight = self.pg_collection.tp, self.output_weight().detach()
+        embedding = self.embedding.word_embeddings.weight if self.pre_process else weight
+        hidden_states = predictor(hidden_states, tokens_S, embedding.detach(), rotary, packed)
+        gather = copy_to_tensor_model_parallel_region
+        if self.config.sequence_parallel:
+            gather = gather_from_sequence_parallel_region
+        hidden_SD = gather(hidden_states, group=group).flatten(0, 1)
+        rows_N, is_target_N = target_rows(rows_N, packed.cu_seqlens_q, tokens_S.numel())
+        start = group.rank() * weight.size(0)
+        num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
+        column_N = tokens_S.roll(-2).index_select(0, rows_N) - start
+        column_N = column_N.masked_fill((column_N < 0) | (column_N >= num_columns), -1)
+        # The tokens are drafts for any temperature, so they are predicted at temperature 1.
+        head = (self.scales.logits, self.logits_cap, num_columns, group, None)
+        logp_S, _ = _TokenStatsFunction.apply(hidden_SD, weight, column_N, rows_N, *head)
+        return predictor.loss_of(logp_S.index_select(0, rows_N), is_target_N)
 
     def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
         """Returns the `num_top` most likely tokens over all shards, (N, num_top) int64."""

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from hybridrl.models.megatron.attached_loss import AttachedLoss
 from hybridrl.models.megatron.router_replay import (
     COUNTS,
     Counted,
@@ -112,7 +113,7 @@ class Router(TopKRouter):
             self.replayed = counted if self.replayed is None else self.replayed + counted
         loss = self._loss(logits_TE, is_token_T, tokens_E)
         if loss is not None:
-            probs_TE = _WithLoss.apply(probs_TE, loss)
+            probs_TE = AttachedLoss.apply(probs_TE, loss)
         return probs_TE, chosen_TE
 
     @torch.no_grad()
@@ -151,20 +152,6 @@ class Router(TopKRouter):
             z = (logits_TE.float().logsumexp(-1).square() * is_token_T).sum() * self.z_loss
             loss = z if loss is None else loss + z
         return None if loss is None else loss / self.num_step_tokens
-
-
-class _WithLoss(torch.autograd.Function):
-    """Returns a tensor unchanged; the backward pass sets the gradient of `loss` to 1."""
-
-    @staticmethod
-    def forward(ctx: Any, passed: Tensor, loss: Tensor) -> Tensor:
-        ctx.loss_of = loss.dtype, loss.device
-        return passed.view_as(passed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        dtype, device = ctx.loss_of
-        return grad, torch.ones((), dtype=dtype, device=device)
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:

@@ -69,6 +69,8 @@ def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
 
     Training makes the same decision on GPUs with transformer-engine (layers.py:shares_prompts).
     """
+    if config.train.mtp_coef:
+        return False
     if config.train.share_prompts is not None:
         return config.train.share_prompts
     return cp == 1 and config.train.layers != "torch" and not shape.torch_only
