@@ -9,6 +9,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,9 @@ __all__ = [
     "block_copies",
     "block_maxima",
     "compiled_operations",
+    "delta_rule_fault",
     "draw_rows",
+    "gated_delta_rule",
     "has_copy_engine",
     "invariant_add_rms_norm",
     "invariant_attention",
@@ -151,6 +154,42 @@ def add_up(
             adapters.add_up(y_MN, down_MR, bs, slot_M, slot)
             return
     reference.add_up(y_MN, down_MR, bs, slot_M, slot)
+
+
+def delta_rule_fault(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+    """Returns why `gated_delta_rule` cannot compute such heads, or None.
+
+    Args:
+        key_dim, value_dim: Sizes of the heads.
+        dtype: Data type of queries, keys and values.
+    """
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from hybridrl.kernels import delta_rule
+
+    return delta_rule.fault(key_dim, value_dim, dtype)
+
+
+def gated_delta_rule(
+    query_THK: torch.Tensor,
+    key_THK: torch.Tensor,
+    value_TGV: torch.Tensor,
+    decay_TG: torch.Tensor,
+    beta_TG: torch.Tensor,
+    chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    state_NGKV: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the gated delta rule with Triton kernels. Arguments and results as in
+    `hybridrl.kernels.delta_rule.delta_rule`.
+
+    The reference in PyTorch is models/megatron/delta_rule.py, because it arranges sequences in
+    another way.
+    """
+    from hybridrl.kernels import delta_rule
+
+    return delta_rule.delta_rule(
+        query_THK, key_THK, value_TGV, decay_TG, beta_TG, delta_rule.Chunks(*chunks), state_NGKV
+    )
 
 
 def invariant_linear(

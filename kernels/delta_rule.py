@@ -110,13 +110,13 @@ class _DeltaRule(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_output: torch.Tensor, grad_final: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        *inputs, state = ctx.saved_tensors
-        pass_ = _Pass(*inputs, ctx.chunks, state)
-        query, key, value, decay, beta, of_state = pass_.gradients(
-            grad_output.to(inputs[2].dtype).contiguous(),
+        query, key, value, decay, beta, state = ctx.saved_tensors
+        pass_ = _Pass(query, key, value, decay, beta, ctx.chunks, state)
+        *of_tokens, of_state = pass_.gradients(
+            grad_output.to(value.dtype).contiguous(),
             None if grad_final is None else grad_final.contiguous(),
         )
-        return query, key, value, decay, beta, None, None if state is None else of_state
+        return *of_tokens, None, None if state is None else of_state
 
 
 class _Pass:

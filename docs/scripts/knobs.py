@@ -44,6 +44,7 @@ READERS = {
         "train",
     ),
     "train.freeze": "plan, train, bench, check",
+    "train.mtp_coef": "plan, train, bench, check",
     "rollout": ALL,
     "rollout.verify": "train",
     "numerics": ALL,

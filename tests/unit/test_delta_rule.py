@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.megatron import delta_kernels
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
@@ -216,10 +217,11 @@ def test_kernels_are_refused_if_their_gradient_is_wrong(monkeypatch: pytest.Monk
     sizes = DeltaShape((0,), KEYS, VALUES, 128, 64, 4)
     on_gpu = cast(Platform, SimpleNamespace(is_cpu=False, device=CPU))
     asked = (sizes, 1, torch.bfloat16, on_gpu)
-    monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    delta_kernels._kernel_fault.cache_clear()
     found = choose_rule("auto", *asked)
     assert found.rule is delta_rule and "triton is not installed" in found.said
-    monkeypatch.setattr(delta_kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ops, "find_spec", lambda name: name)
     for rule, reason in (
         (with_wrong_gradient, "the gradient of the decay differs"),
         (without_history, "the kernels failed"),

@@ -16,6 +16,7 @@ CASES = {
     "draw_kernel_cases.py": "cases of drawing tokens",
     "adapter_kernel_cases.py": "cases of adding an adapter",
     "row_kernel_cases.py": "cases of rows",
+    "delta_kernel_cases.py": "all cases of the gated delta rule",
 }
 
 

@@ -31,7 +31,6 @@ OPTIONAL = {"datasets", "PIL", "langdetect", "math_verify", "transformer_engine"
     "ray",
     "aiohttp",
     "openai",
-    "fla",
     "mcp",
     "openenv",
     "verifiers",

@@ -8,13 +8,13 @@ model's heads and on its own device, and uses the kernels only if they agree.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
+from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.megatron.delta_rule import (
     DeltaInputs,
@@ -76,8 +76,6 @@ def choose_rule(
         return ChosenRule(delta_rule, "gated delta rule: torch, as set by train.delta_rule")
     if platform.is_cpu:
         fault: str | None = "the model runs on the CPU"
-    elif importlib.util.find_spec("triton") is None:
-        fault = "triton is not installed"
     else:
         fault = _kernel_fault(mixer, tp, dtype, platform.device)
     if fault is None:
@@ -96,11 +94,9 @@ def kernel_rule(
     wants_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes the rule with hybridrl's Triton kernels; see `DeltaRule`."""
-    from hybridrl.kernels.delta_rule import delta_rule as computed
-
     dtype = inputs.value_TGV.dtype
     query_THK = of_length_1(inputs.query_THK) * inputs.query_THK.size(-1) ** -0.5
-    output_TGV, final_NGKV = computed(
+    output_TGV, final_NGKV = ops.gated_delta_rule(
         query_THK.to(dtype),
         of_length_1(inputs.key_THK).to(dtype),
         inputs.value_TGV,
@@ -117,10 +113,8 @@ def _kernel_fault(
     sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Returns why the kernels cannot be used on this device, or None."""
-    from hybridrl.kernels.delta_rule import fault
-
-    if unsupported := fault(sizes.key_dim, sizes.value_dim, dtype):
-        return str(unsupported)
+    if (unsupported := ops.delta_rule_fault(sizes.key_dim, sizes.value_dim, dtype)) is not None:
+        return unsupported
     try:
         return gradient_fault(kernel_rule, sizes, tp, dtype, device)
     # Triton raises many kinds of errors for devices that it does not support.

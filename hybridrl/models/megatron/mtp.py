@@ -33,7 +33,6 @@ class NextTokenLayer(MegatronModule):
         config: Megatron's configuration.
         layer: Spec of a dense layer with attention.
         norm: Class of the norms.
-        group: Tensor-parallel group.
 
     Attributes:
         coefficient: Coefficient of the loss.
@@ -43,11 +42,10 @@ class NextTokenLayer(MegatronModule):
             number of these targets, (2,) fp32; None if there were none.
     """
 
-    def __init__(
-        self, config: TransformerConfig, layer: ModuleSpec, norm: Any, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer: ModuleSpec, norm: Any) -> None:
         super().__init__(config=config)
-        self.group = group
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.group: dist.ProcessGroup = groups.tp
         self.coefficient, self.num_step_targets = 0.0, 1
         self.loss: torch.Tensor | None = None
         hidden, eps = config.hidden_size, config.layernorm_epsilon
@@ -60,11 +58,7 @@ class NextTokenLayer(MegatronModule):
         )
         # Each rank computes its own positions, so Megatron must sum the gradients over the ranks.
         self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.layer = build_module(
-            layer,
-            config=config,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
+        self.layer = build_module(layer, config=config, pg_collection=groups)
 
     def clear(self) -> None:
         """Resets the loss."""

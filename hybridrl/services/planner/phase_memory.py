@@ -282,7 +282,9 @@ def role_models(
     """
     freeze, lora = frozen_names(config.train.freeze, shape), lora_of(config.lora)
     base, family = family, adapted(family, lora)
-    found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
+    has_mtp = models.trains_policy and config.train.mtp_coef > 0
+    trained = replace(shape, has_mtp=has_mtp)
+    found = [RoleModel("policy", family, trained, models.trains_policy, freeze=freeze)]
     if models.has_reference:
         own = None if lora is None else only_parts(base, shape, lora.full)
         found.append(RoleModel("reference", base, shape, own=own))
