@@ -45,8 +45,8 @@ def image_arguments() -> dict[str, Any]:
 def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[None]:
     """Context manager: engines that start in this context have no processor of images.
 
-    vLLM asks the processor only for limits, by which it sizes the cache of features: an image has
-    at most as many tokens as a request.
+    vLLM asks the processor only for its own cache, and for limits, by which it sizes the cache of
+    features: an image has at most as many tokens as a request.
     """
     if shape.vision is None:
         yield
@@ -61,7 +61,7 @@ def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[N
             skip_prompt_length_check=False,
             get_mm_max_tokens_per_item=lambda **_: {IMAGE: settings.max_tokens},
         )
-        return SimpleNamespace(info=info)
+        return SimpleNamespace(info=info, cache=None)  # 0.26 asks for the cache
 
     with replaced(MultiModalRegistry, "create_processor", create_processor):
         yield
