@@ -78,8 +78,8 @@ class TrainConfig(Section):
     """Implementation of the recurrence in gated delta nets (Qwen3.5, Qwen3-Next). The default, 'auto', uses hybridrl's Triton kernels on GPUs if their gradients agree with torch's at the start, because they are much faster."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are recomputed in the backward pass to save memory: 'selective' recomputes the SwiGLU's output, 'full' recomputes whole layers. The default, 'none', needs the least compute."""
-    fp8: Literal["none", "hybrid"] = "none"
-    """FP8 format of transformer-engine's matrix products. The default, 'none', computes in bf16, as engines do, so that log-probabilities of engines and trainer agree."""
+    fp8: Literal["none", "blockwise", "hybrid"] = "none"
+    """FP8 format of transformer-engine's matrix products. 'blockwise' scales blocks of 128 x 128 weights and of 128 activations by powers of two; weights then have the same bits as in an engine with rollout.quantization=fp8. 'hybrid' scales whole tensors, with another format for gradients. The default, 'none', computes in bf16, as engines do, so that log-probabilities of engines and trainer agree."""
     share_prompts: bool | None = None
     """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on where it is known to be faster: on CPU, and with transformer-engine's layers if train.cp is 1."""
     fp32_residual: bool = False

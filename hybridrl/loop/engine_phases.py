@@ -195,12 +195,15 @@ def _likely_cause(config: Config) -> str:
             "With numerics.match=exact, any difference is an error: an operation of this machine "
             "rounds differently in other batches. Set numerics.match=close to run anyway."
         )
+    fp8 = config.train.fp8
     if config.rollout.uses_fp8:
+        trainer = "" if fp8 == "none" else f", and the trainer too (train.fp8={fp8})"
         return (
-            "The engine computes in FP8, which explains a part. Set rollout.quantization=none and "
-            "rollout.kv_cache_dtype=auto to see whether the rest comes from elsewhere."
+            f"The engine computes in FP8{trainer}, which explains a part. Set "
+            "rollout.quantization=none, rollout.kv_cache_dtype=auto and train.fp8=none to see "
+            "whether the rest comes from elsewhere."
         )
-    if (fp8 := config.train.fp8) == "none":
+    if fp8 == "none":
         return (
             "Check the position, norm and head settings in the model's config.json, and the "
             "engine's version (hybridrl check)."

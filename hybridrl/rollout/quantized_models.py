@@ -14,7 +14,8 @@ from hybridrl.models.quantized import BLOCK, engine_cut, split_blocks, trainer_c
 def quantized_model_rules(
     rollout: RolloutConfig, train: TrainConfig, family: Family, shape: ModelShape
 ) -> Iterator[UserError]:
-    """Yields the reasons why engines cannot hold a model's weights or its KV cache in FP8.
+    """Yields the reasons why engines cannot hold a model's weights or its KV cache in FP8, or why
+    the trainer cannot multiply by blocks of FP8 weights.
 
     Args:
         family, shape: Family without adapters, and sizes of the model.
@@ -26,23 +27,32 @@ def quantized_model_rules(
     ):
         if is_on and found is not None:
             yield UserError(key, "fp8", f"{off} with models with {found}", f"Set {key}={off}.")
-    if rollout.quantization == "none" or found is not None:
-        return
-    for key, cut, tp in (
-        ("rollout.tp", engine_cut(shape, rollout.tp, rollout.ep), rollout.tp),
-        ("train.tp and train.etp", trainer_cut(shape, train.tp, train.etp), train.tp * train.etp),
+    is_engine = rollout.quantization == "fp8" and found is None
+    trained = trainer_cut(shape, train.tp, train.etp), train.tp * train.etp
+    for knob, value, is_on, sizes, (cut, tp) in (
+        (
+            WEIGHTS,
+            "fp8",
+            is_engine,
+            "rollout.tp",
+            (engine_cut(shape, rollout.tp, rollout.ep), rollout.tp),
+        ),
+        (WEIGHTS, "fp8", is_engine, "train.tp and train.etp", trained),
+        ("train.fp8", "blockwise", train.fp8 == "blockwise", "train.tp", trained),
     ):
+        if not is_on:
+            continue
         try:
             name, size = next(split_blocks(family, shape, cut, tp), (None, 0))
         except ModelError:
             return  # other rules report that the size does not divide a dimension
         if name is not None:
             yield UserError(
-                WEIGHTS,
-                f"fp8 ({name} has a part of {size} rows or columns)",
-                f"none unless all parts of the weights are multiples of {BLOCK} with this {key}",
-                f"Choose a smaller {key} (for experts, whole ones: rollout.ep and train.ep), or "
-                f"set {WEIGHTS}=none.",
+                knob,
+                f"{value} ({name} has a part of {size} rows or columns)",
+                f"none unless all parts of the weights are multiples of {BLOCK} with this {sizes}",
+                f"Choose a smaller {sizes} (for experts, whole ones: rollout.ep and train.ep), or "
+                f"set {knob}=none.",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,8 @@ def config_of(rollout: RolloutConfig, fp8: str = "none") -> Any:
     return SimpleNamespace(rollout=rollout, numerics=numerics, train=train)
 
 
-@pytest.mark.parametrize("fp8", ["none", "hybrid"])
-def test_a_difference_names_fp8_where_the_trainer_multiplies_in_it(
-    fp8: Literal["none", "hybrid"],
-) -> None:
+@pytest.mark.parametrize("fp8", ["none", "hybrid", "blockwise"])
+def test_a_difference_names_fp8_where_the_trainer_multiplies_in_it(fp8: str) -> None:
     def logprobs(batch: Any) -> torch.Tensor:
         return torch.full((batch.num_tokens,), -3.0)
 
@@ -39,11 +37,14 @@ def test_a_difference_names_fp8_where_the_trainer_multiplies_in_it(
     with pytest.raises(EngineDiffersError, match="differ by 2 nats on average") as raised:
         _compare(policy, [request], [[completion]], config_of(RolloutConfig(), fp8))
     said = str(raised.value)
-    assert ("train.fp8=hybrid" in said and "Set train.fp8=none" in said) is (fp8 != "none")
+    assert (f"train.fp8={fp8}" in said and "Set train.fp8=none" in said) is (fp8 != "none")
     assert "position, norm and head settings" in said
+    assert f"allowed: {0.2 if fp8 == 'none' else 0.8:g} on average" in said
     rollout = RolloutConfig(engine="vllm", quantization="fp8")
-    with pytest.raises(EngineDiffersError, match="Set rollout.quantization=none"):
-        _compare(policy, [request], [[completion]], config_of(rollout))
+    with pytest.raises(EngineDiffersError, match="Set rollout.quantization=none") as raised:
+        _compare(policy, [request], [[completion]], config_of(rollout, fp8))
+    assert (f"trainer too (train.fp8={fp8})" in str(raised.value)) is (fp8 != "none")
+    assert "allowed: 0.8 on average" in str(raised.value)
 
 
 # The processor shrinks the larger image from 30 tokens to 12.

@@ -99,13 +99,18 @@ def test_fp8_plans_send_half_of_the_weights_and_are_proven() -> None:
         ("qwen2.5-0.5b", {"tp": 2}, {}, "rollout.tp"),
         ("qwen3-30b-a3b", {"tp": 4}, {}, "rollout.tp"),
         ("deepseek-v3", {}, {}, "latent attention"),
+        ("qwen2.5-0.5b", {}, {"fp8": "blockwise"}, None),
+        ("qwen2.5-0.5b", {}, {"fp8": "blockwise", "tp": 2}, "train.fp8 blockwise"),
     ],
 )
 def test_cuts_through_blocks_are_refused(
-    name: str, rollout: dict[str, int], train: dict[str, int], refused: str | None
+    name: str, rollout: dict[str, int], train: dict[str, Any], refused: str | None
 ) -> None:
     family, shape, _ = model(name, 4)
-    section = RolloutConfig(engine="vllm", quantization="fp8", **rollout)
+    if "fp8" in train:
+        section = RolloutConfig()
+    else:
+        section = RolloutConfig(engine="vllm", quantization="fp8", **rollout)
     found = list(quantized_model_rules(section, TrainConfig(**train), family, shape))
     said = [f"{error.name} {error.value} {error.allowed} {error.remedy}" for error in found]
     assert len(found) == (refused is not None), said

@@ -72,6 +72,19 @@ FIXED_KEYWORDS: dict[str, Any] = {
     "persist_layer_norm": False,
 }
 
+FP8_KEYWORDS: dict[str, dict[str, Any]] = {
+    # E4M3 everywhere, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Blocks are 128 x 128
+    # elements of weights, and 128 elements of activations and gradients. Scales are powers of two,
+    # which is transformer-engine's default.
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    # Forward E4M3, backward E5M2, with each tensor scaled by its largest element.
+    "hybrid": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+}
+for _keywords in FP8_KEYWORDS.values():
+    # Weights are quantized for each micro-batch. A cache would keep 2 bytes per weight during the
+    # rollout, too.
+    _keywords["disable_parameter_transpose_cache"] = True
+
 
 def transformer_config(
     family: Family,
@@ -82,7 +95,7 @@ def transformer_config(
     recompute: Recompute = "none",
     fp32_residual: bool = False,
     layers: LayerKind = "torch",
-    fp8: Literal["none", "hybrid"] = "none",
+    fp8: Literal["none", "blockwise", "hybrid"] = "none",
 ) -> TransformerConfig:
     """Builds Megatron's configuration from the family's arguments, the layout and the host.
 
@@ -98,8 +111,7 @@ def transformer_config(
             grouped experts.
         fp32_residual: Whether the residual stream is fp32, also between pipeline stages.
         layers: Library of the layers' modules.
-        fp8: 'hybrid' computes matrix products in FP8 (forward E4M3, backward E5M2), with each
-            tensor scaled by its largest element; parameters remain in `dtype`.
+        fp8: Format of matrix products; parameters remain in `dtype`. See FP8_KEYWORDS.
     """
     shape = family.shape(hf_config)
     has_experts = shape.moe is not None
@@ -118,7 +130,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
     }
     if fp8 != "none":
-        keywords |= {"fp8": fp8, "fp8_recipe": "tensorwise"}
+        keywords |= FP8_KEYWORDS[fp8]
     if recompute == "full":
         keywords |= {
             "recompute_granularity": "full",
