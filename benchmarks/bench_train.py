@@ -15,10 +15,10 @@ model that one GPU cannot hold, each as wide as it is.
 Before anything is timed the loss of a step must be finite and the update must change the
 log-probabilities. --tails adds lengths with a long tail, where what counts is tokens that are no
 padding: packed and balanced, against samples in order of arrival, as many on each replica, padded
-to the longest of their micro-batch. --samples G gives each prompt G samples
-and times the passes a second time with shared prompts (train.share_prompts), whose MFU counts the
-FLOPs of samples that are not. Times are of the slowest rank; OUT.json is written anew after each
-case.
+to the longest of their micro-batch. --samples G gives each prompt G samples and times the passes a
+second time with shared prompts (train.share_prompts); MFU counts the FLOPs that are computed. Where
+long prompts are attended to in two calls, it also times them with copied keys. Times are of the
+slowest rank; OUT.json is written anew after each case.
 
 Of each pass OUT.json also has the time of every iteration and how often torch's allocator asked the
 driver for memory, which stops the device; of the update its parts. --profile adds its longest
@@ -66,9 +66,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a replica, in a step")
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--passes", default="logprobs,update,parts", help="what is timed")
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
     parser.add_argument("--profile", action="store_true", help="also tells where the time goes")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
+    parser.add_argument("--only-shared", action="store_true", help="with --samples: nothing else")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--models", type=Path, default=ROOT / "benchmarks" / "models")
     parser.add_argument("--limit-s", type=float, default=150, help="of one case")
@@ -101,8 +104,11 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 "micro_batch_tokens",
                 "micro_batches",
                 "samples",
+                "only_shared",
                 "num_layers",
                 "iterations",
+                "warmups",
+                "passes",
                 "tails",
                 "profile",
                 "set",

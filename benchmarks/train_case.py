@@ -28,6 +28,7 @@ from hybridrl.loop import garbage, setup
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.family import ModelShape
+from hybridrl.models.megatron.te_attention import set_prefix_kernel
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
@@ -35,7 +36,6 @@ from hybridrl.training.batches.balance import Schedule
 from hybridrl.training.batches.packing import even_sizes, round_up
 from hybridrl.training.from_config import build_model, model_source
 
-WARMUPS = 2
 # Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.
 TAIL_SIGMA = 1.0
 LEARNING_RATE = 1e-3
@@ -54,11 +54,14 @@ def run_case(job: Mapping[str, Any]) -> None:
     batch, world = case.uniform_batch(), job["world"]
     sizes = case.flop_sizes(batch)
     flops = {"logprobs": forward_flops(*sizes) / world, "update": train_flops(*sizes) / world}
-    for name, each in flops.items():
-        case.attempt(name, batch, getattr(case, name), each)
+    if not job["only_shared"]:
+        for name, each in flops.items():
+            if name in job["passes"]:
+                case.attempt(name, batch, getattr(case, name), each)
     if job["samples"] > 1:
-        case.measure_shared(batch, flops)
-    case.measure_parts(batch)
+        case.measure_shared(batch)
+    if "parts" in job["passes"]:
+        case.measure_parts(batch)
     if job["tails"]:
         case.measure_tails()
     if job["profile"]:
@@ -86,6 +89,7 @@ class Case(CaseRecord):
         source = model_source(config.model, platform, lora=lora_of(config.lora))
         model = build_model(meshes.of("policy"), source, "lm", config)
         model.make_trainable(config.train.learning_rate)
+        model.planner.shares_prompts = False  # until `measure_shared`
         self.policy = Policy(model, make_algorithm(config.algorithm), 1 << 20)
         self.result |= {
             "machine": machine(self.world.size),
@@ -149,7 +153,7 @@ class Case(CaseRecord):
                 run(batch)
                 counts.append(driver_counts())
 
-            timing = self.clock.time(once, self.job["iterations"], WARMUPS)
+            timing = self.clock.time(once, self.job["iterations"], self.job["warmups"])
             seconds, tokens = timing.ms / 1e3, int(batch.lengths_B.sum())
             return {
                 **timing.report(),
@@ -195,29 +199,49 @@ class Case(CaseRecord):
         self.result["update_parts_ms"] = {**parts, "whole": 1e3 * whole_s}
         self.save("parts", ", ".join(f"{name} {ms:.0f} ms" for name, ms in parts.items()))
 
-    def measure_shared(self, batch: TrainBatch, flops: Mapping[str, float]) -> None:
-        """Times the same passes where samples of one prompt share its tokens."""
-        model = self.policy.model
-        logps_T, self.result["shared_to_not"] = self.policy.logprobs(batch), {}
+    def measure_shared(self, batch: TrainBatch) -> None:
+        """Times the same passes where samples of one prompt share its tokens; where they attend to
+        long prompts in two calls, also with copied keys, both ways twice, in turns.
+        """
+        model, job = self.policy.model, self.job
+        logps_T = None if job["only_shared"] else self.policy.logprobs(batch)
         model.planner.shares_prompts = True
-        away = float((self.policy.logprobs(batch) - logps_T).abs().mean())
-        if away > MAX_SHARED_DIFFERENCE:
-            raise RuntimeError(
-                f"log-probabilities with shared prompts are {away} nats from those without"
-            )
-        self.result["shared_difference"] = away
-        sizes, world = self.flop_sizes(batch), self.world.size
+        if logps_T is not None:
+            away = float((self.policy.logprobs(batch) - logps_T).abs().mean())
+            if away > MAX_SHARED_DIFFERENCE:
+                raise RuntimeError(
+                    f"log-probabilities with shared prompts are {away} nats from those without"
+                )
+            self.result["shared_difference"] = away
+        inputs = model.plan(batch).inputs
+        self.result["shared_positions"] = [one.whole.num_positions for one in inputs]
+        found = {"shared": self.attempt_both(batch, "shared")}
+        if logps_T is not None:
+            self.result["shared_to_not"] = {
+                name: self.result["passes"][name]["ms"] / one["ms"]
+                for name, one in found["shared"].items()
+                if "ms" in one
+            }
+        has_two = any(one.packed.shared and one.packed.shared.two_calls for one in inputs)
+        if not (model.prompt_calls.uses_two and has_two):
+            return
+        for way in ("copied keys", "copied keys again", "shared again"):
+            set_prefix_kernel(model.chunks, way == "shared again")
+            self.attempt_both(batch, way)
+
+    def attempt_both(self, batch: TrainBatch, way: str) -> dict[str, dict[str, Any]]:
+        """Measures both passes with shared prompts; their FLOPs are those that are computed."""
+        model, world = self.policy.model, self.world.size
+        sizes = self.flop_sizes(batch)
         computed = {
             "logprobs": forward_flops(*sizes, prefixes=model.planner.shared_tokens(batch, True)),
             "update": train_flops(*sizes, prefixes=model.planner.shared_tokens(batch)),
         }
-        for name in flops:
-            each = computed[name] / world
-            found = self.attempt(f"{name}, shared", batch, getattr(self, name), each)
-            if "ms" in found:
-                ratio = self.result["passes"][name]["ms"] / found["ms"]
-                self.result["shared_to_not"][name] = ratio
-                self.save(name, f"{ratio:.2f} x with shared prompts")
+        return {
+            name: self.attempt(f"{name}, {way}", batch, getattr(self, name), each / world)
+            for name, each in computed.items()
+            if name in self.job["passes"]
+        }
 
     def measure_tails(self) -> None:
         """Compares packed, balanced micro-batches of unequal samples with padded ones that are not
@@ -358,7 +382,7 @@ def config_of(job: Mapping[str, Any]) -> Any:
             **job["train"],
             "micro_batch_tokens": job["micro_batch_tokens"],
             "layers": job["layers"],
-            "share_prompts": False,  # until `measure_shared`
+            "share_prompts": job["samples"] > 1,
             "learning_rate": LEARNING_RATE,
         },
         "rollout": {"engine": "hf"},

@@ -310,6 +310,8 @@ def make_roles(
     notify(model.layers.said)
     if model.delta_rule.said:
         notify(model.delta_rule.said)
+    if model.prompt_calls.said:
+        notify(model.prompt_calls.said)
     if said := positions_summary(source.hf_config, config.longest_sequence()):
         notify(f"positions: {said}")
     if roles.trains_policy:

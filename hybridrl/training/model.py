@@ -61,6 +61,7 @@ from hybridrl.models.megatron.packed_exactly import EngineKernels
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.megatron.shared_weights import shareable, take_weights, without_memory
+from hybridrl.models.megatron.te_attention import ChosenCalls, choose_calls, set_prefix_kernel
 from hybridrl.models.score_token import LAST, ScoreToken
 from hybridrl.models.sources import FullWeights, TrainingShard, WeightSource
 from hybridrl.models.trainable import (
@@ -228,6 +229,15 @@ class ParallelModel:
             self._chunks,
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
+        self.prompt_calls = ChosenCalls(False)
+        if shares and self._chunks and self.layers.kind == "transformer_engine":
+            layout, device = mesh.layout, world.platform.device
+            self.prompt_calls = choose_calls(source.shape, layout.tp, layout.cp, device)
+        same_on_all_ranks(
+            world, "attention to shared prompts", str(self.prompt_calls.uses_two), mesh.ranks
+        )
+        if self.prompt_calls.uses_two:
+            set_prefix_kernel(self._chunks)
         # Ranks outside the mesh also compute the schedule.
         self.planner = BatchPlanner(
             mesh,

@@ -81,7 +81,11 @@ WALLS = {
         "checkpoint/torch_dist_format.py",
         "platform.py",
     ],
-    "transformer_engine": ["platform.py", "models/megatron/layers.py"],
+    "transformer_engine": [
+        "platform.py",
+        "models/megatron/prefix_attention.py",
+        "models/megatron/te_attention.py",
+    ],
     "vllm": ["rollout/vllm/*"],
     "sglang": ["rollout/sglang/*"],
     "triton": ["../kernels/*"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hybridrl.config.source import read_model_config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape, read_model
 from hybridrl.models.megatron.attention import SharedPrompts
+from hybridrl.models.megatron.prefix_attention import TwoCalls
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
@@ -26,6 +28,7 @@ from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_sa
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 MODEL = MODELS / "qwen2.5-1.5b.json"
+TORCH = "train.layers=torch", "train.share_prompts=true"  # keys are copied
 
 
 def config_of(prompt: int, response: int, budget: int, *overrides: str) -> Config:
@@ -70,14 +73,23 @@ def trained_sizes(
     found = []
     for micro in (micro for rank in schedule_samples(inputs) for micro in rank):
         positions = rows = 0
-        before = -1
-        for sample in micro:
-            # As collate lays them: a prompt is there again where other samples were in between.
-            goes_on = shares and inputs.groups[sample] == before
-            prefix = lengths[sample][0] - 1 if goes_on else 0
-            positions, rows = positions + wholes[sample] - prefix, rows + wholes[sample]
-            before = inputs.groups[sample]
-        found.append(MicroBatchSize(round_up(positions, layout.tp * pad), rows))
+        sequences: list[tuple[int, int, int]] = []  # length, prompt and its length
+        # As collate lays them: a prompt is there again where other samples were in between.
+        for _, run in groupby(micro, key=inputs.groups.__getitem__):
+            members = list(run)
+            prefix = lengths[members[0]][0] - 1 if shares and len(members) > 1 else 0
+            positions += prefix + sum(wholes[sample] - prefix for sample in members)
+            rows += sum(wholes[sample] for sample in members)
+            first = len(sequences) if prefix else -1
+            sequences += [(prefix, -1, 0)] if prefix else []
+            sequences += [(wholes[sample] - prefix, first, prefix) for sample in members]
+        positions = round_up(positions, layout.tp * pad)
+        if shares and config.train.layers != "torch" and layout.cp == 1:
+            sizes, prompts, continued = zip(*sequences, strict=True)
+            bounds = [0, *accumulate(sizes), positions]
+            if TwoCalls.of(bounds, (*prompts, -1), (*continued, 0), torch.device("cpu")):
+                rows = positions
+        found.append(MicroBatchSize(positions, rows))
     return found
 
 
@@ -90,6 +102,7 @@ def trained_sizes(
         (16384, 1024, 32768, TrainLayout(2, cp=2), ()),
         (16384, 1024, 40000, TrainLayout(2, 2), ()),  # samples of one prompt meet again
         (4096, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8",)),
+        (4096, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8", *TORCH)),
         (256, 512, 16384, TrainLayout(4, 2), ("steps.updates_per_step=2",)),
         (256, 512, 16384, TrainLayout(2), ("train.share_prompts=false",)),
     ],
@@ -117,11 +130,14 @@ def test_mean_lengths_of_the_section_layout_are_the_usual_ones() -> None:
     assert largest_micro_batch(config, shape_of(config), layout).positions == 16384
 
 
+@pytest.mark.parametrize("layers", [(), TORCH])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("prompt", "response"), [(256, 512), (3000, 300), (6000, 100), (9000, 50)])
-def test_no_micro_batch_is_larger_than_the_largest(prompt: int, response: int, seed: int) -> None:
+def test_no_micro_batch_is_larger_than_the_largest(
+    prompt: int, response: int, seed: int, layers: tuple[str, ...]
+) -> None:
     draw, layout = random.Random(seed), TrainLayout(2)
-    config = config_of(prompt, response, 16384, "steps.prompts_per_step=24")
+    config = config_of(prompt, response, 16384, "steps.prompts_per_step=24", *layers)
     longest = draw.choice([4, response // 4, response])  # short responses: many copies of prompts
     prompts = [draw.randint(prompt // 2, prompt) for _ in range(24)]
     lengths = [(one, draw.randint(1, longest)) for one in prompts for _ in range(4)]

@@ -46,6 +46,7 @@ from hybridrl.models.megatron.context_parallel import (
     gathered_rows,
 )
 from hybridrl.models.megatron.explicit_attention import explicit_attention
+from hybridrl.models.megatron.prefix_attention import TwoCalls
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,14 @@ class SharedPrompts:
         """Returns the packed positions that a sequence continues, in the order of its sample."""
         continued = self.path(self.prefix_sequences[number], self.prefix_lengths[number])
         return torch.cat([torch.arange(0), *(torch.arange(*span) for span in continued)])
+
+    @cached_property
+    def two_calls(self) -> TwoCalls | None:
+        """Boundaries for attention without copies of keys (prefix_attention.py), if possible."""
+        if self.cp_size > 1:
+            return None
+        sequences = self.cu_seqlens, self.prefix_sequences, self.prefix_lengths
+        return TwoCalls.of(*sequences, self.positions_S.device)
 
     @cached_property
     def sequences(self) -> list[ContinuedSequence]:

@@ -24,10 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel import (
-    CheckpointWithoutOutput,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -38,7 +35,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from hybridrl.config.own_code import imported
 from hybridrl.errors import UserError
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.megatron.attention import GatherKeys, PackedAttention
+from hybridrl.models.megatron.attention import PackedAttention
 from hybridrl.models.megatron.clamped_experts import ClampedExperts, LeanClampedExperts
 from hybridrl.models.megatron.delta_net import GatedAttention
 from hybridrl.models.megatron.latent_attention import LatentAttention, LatentSubmodules
@@ -47,6 +44,7 @@ from hybridrl.models.megatron.post_norm import norm_after
 from hybridrl.models.megatron.router import Router
 from hybridrl.models.megatron.router_replay import ReplayingLayer
 from hybridrl.models.megatron.specs import module_of, submodules_of, with_module
+from hybridrl.models.megatron.te_attention import transformer_engine_attention
 from hybridrl.models.trainable import has_trained
 from hybridrl.platform import Platform
 from hybridrl.versions import TRANSFORMER_ENGINE
@@ -337,46 +335,6 @@ def use_grouped_gemm() -> None:
     If the user has set the variable, its value is kept.
     """
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
-
-
-def transformer_engine_attention() -> type:
-    """Returns Megatron's transformer-engine attention, extended to support shared prompts."""
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-    from transformer_engine.pytorch import DotProductAttention
-
-    class Attention(TEDotProductAttention):  # type: ignore[misc, valid-type]
-        takes_shared_prompts = True
-
-        def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            packed = kwargs.get("packed_seq_params")
-            if packed is None or packed.shared is None:
-                return super().forward(query, key, value, *args, **kwargs)
-            keys, group = packed.shared.keys, self.cp_group  # type: ignore[has-type]
-            if packed.shared.cp_size > 1:
-                key, value = (
-                    gather_from_sequence_parallel_region(x.contiguous(), group=group)
-                    for x in (key, value)
-                )
-            # Each rank has all keys that its queries need, so the kernel must not split anything.
-            self.cp_group = None
-            try:
-                return DotProductAttention.forward(
-                    self,
-                    query,
-                    GatherKeys.apply(key, keys.index_K, keys.readers),
-                    GatherKeys.apply(value, keys.index_K, keys.readers),
-                    None,
-                    qkv_format="thd",
-                    cu_seqlens_q=keys.cu_seqlens_q,
-                    cu_seqlens_kv=keys.cu_seqlens_k,
-                    max_seqlen_q=keys.max_seqlen_q,
-                    max_seqlen_kv=keys.max_seqlen_k,
-                    attn_mask_type="padding_causal_bottom_right",
-                )
-            finally:
-                self.cp_group = group
-
-    return Attention
 
 
 def shares_prompts(

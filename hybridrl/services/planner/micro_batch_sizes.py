@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from math import ceil
+from math import ceil, inf
 
 from hybridrl.config.schema import Config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
+from hybridrl.models.prompt_attention import LEAST_PROMPT, reads_in_place
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.image_costs import image_tokens
 from hybridrl.training.batches.balance import schedule
@@ -108,9 +109,11 @@ def usual_micro_batches(
     )
     pad_total = layout.tp * pad_each * (1 if config.train.fp8 == "none" else FP8_TOKENS)
     found, images = set(), image_tokens(config, shape.vision)
+    is_copied = lengths.prompt - 1 <= _longest_copied(config, shape, layout.cp)
     for positions, key_rows, num_prompts in packed:
         padding = round_up(positions, pad_total) - positions
-        size = MicroBatchSize(positions + padding, key_rows + padding, num_prompts * images)
+        rows = key_rows if is_copied else positions
+        size = MicroBatchSize(positions + padding, rows + padding, num_prompts * images)
         found.add(size)
     return found
 
@@ -171,8 +174,15 @@ def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBat
     if not shares or per_prompt == 1:
         return MicroBatchSize(positions, positions)
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget - 2 * per_prompt))
+    prefix = int(min(prefix, _longest_copied(config, shape, layout.cp)))
     copied = _most_copied_rows(positions, prefix, per_prompt, share, budget, layout.cp)
     return MicroBatchSize(positions, layout.cp * (positions + copied))
+
+
+def _longest_copied(config: Config, shape: ModelShape, cp: int) -> float:
+    """Returns the length of the longest prompt that an update copies the keys of."""
+    is_in_place = config.train.layers != "torch" and reads_in_place(shape, cp)
+    return LEAST_PROMPT - 1 if is_in_place else inf
 
 
 def _most_copied_rows(

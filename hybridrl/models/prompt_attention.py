@@ -1,0 +1,26 @@
+"""Says when samples attend to a shared prompt without copies of its keys. No torch.
+
+transformer-engine's layers read the keys of a long prompt in place, in a call of their own
+(models/megatron/prefix_attention.py). Otherwise, each sample reads a copy of the keys.
+"""
+
+from __future__ import annotations
+
+from hybridrl.models.family import ModelShape
+
+# Keys are read in place if the mean prompt of a micro-batch's samples is at least this long. A
+# layer with 12 heads then takes as long or less (benchmarks/results/prefix_attention_h200.json);
+# for shorter prompts, the second call and the merge cost more than copies.
+LEAST_PROMPT = 4096
+
+
+def reads_in_place(shape: ModelShape, cp: int) -> bool:
+    """Whether all attention layers of a model, if they are transformer-engine's, can read the keys
+    of long prompts in place.
+
+    Args:
+        shape: Sizes of the model.
+        cp: Context-parallel size.
+    """
+    is_plain = shape.latent is None and shape.window is None and not shape.attention_sinks
+    return cp == 1 and is_plain and not shape.torch_only
