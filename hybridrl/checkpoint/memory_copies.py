@@ -1,10 +1,9 @@
-"""Keeps copies of the training state in host memory, so that a run can continue from them after a
-rank has failed.
+"""Keeps copies of the training state in host memory, to continue from after a rank has failed.
 
 A copy consists of the files of a checkpoint (store.py), stored in memory. Hosts form a ring. Each
-host stores the files from its own ranks and the files from the previous host, so that the failure
-of one host loses no file. A run that is restarted loads the newest copy like any other checkpoint,
-in any layout (restored_copies.py).
+host stores the files of its ranks and of the previous host, so that the failure of one host
+loses no file. A run that is restarted loads the newest copy like any other checkpoint, in any
+layout (restored_copies.py).
 
 Who waits for whom: `take` is collective and copies all tensors to the host. Then training
 continues, while threads write the files (begun_copy.py). A copy becomes valid after `seal`, which
@@ -53,12 +52,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class _KeptCopy:
-    """A complete copy of a checkpoint in memory.
-
-    Args:
-        step: Number of finished steps.
-        sizes: Size in bytes of each file that this rank has written or received.
-    """
+    """A complete copy in memory, with the bytes of each file that this rank wrote or received."""
 
     step: int
     sizes: Mapping[Path, int] = field(default_factory=dict)
@@ -71,11 +65,6 @@ class _KeptCopy:
 
 class MemoryCopies:
     """Creates, keeps and restores the copies of one run.
-
-    Args:
-        run_folder: Folder of the run.
-        world: All ranks.
-        notify: Prints a message once for all ranks.
 
     Attributes:
         is_off: Whether copies are turned off, because memory is too small or because MAX_FAILED
@@ -110,15 +99,10 @@ class MemoryCopies:
         self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
-        """Removes copies from earlier starts of the run, except the copy from which the run
-        continues. That copy is needed until the next copy is complete. Collective.
+        """Removes earlier starts' copies, but for that of `step`, until the next is complete.
 
-        Args:
-            step: Last finished step, after which the run continues.
-            num_bytes: Approximate size of this rank's part of a copy, in bytes.
-
-        Returns:
-            Whether this host has enough memory for copies of this size in addition to checkpoints.
+        Collective. `num_bytes` is the approximate size of this rank's part. Returns whether this
+        host has enough memory for copies of this size in addition to checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -141,13 +125,10 @@ class MemoryCopies:
         return has_room
 
     def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
-        """Begins to copy the state after a step. Returns whether a copy was begun. Collective.
+        """Begins to copy the state after a step; whether a copy was begun. Collective.
 
-        Args:
-            content: Content of the copy.
-            waits: Whether to wait for the previous copy. If not, no copy is begun while the
-                previous one is being written.
-            reserved: Bytes of host memory that this rank has already allocated for checkpoints.
+        Without `waits`, none is begun while the previous one is being written. This rank has
+        `reserved` bytes of host memory for checkpoints.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -169,8 +150,8 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares the folder for the next copy. Reuses the folder of the older copy, or the folder
-        of the newest copy if that copy has lost files. Returns whether all hosts succeeded.
+        """Prepares a folder, that of the older copy or of one with lost files; on all hosts?
+
         Collective.
         """
         assert content.step is not None
@@ -200,18 +181,12 @@ class MemoryCopies:
         return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Makes the last copy valid. The step of the copy must be in the run's records.
-
-        Args:
-            evaluations: Evaluation results so far, by step.
-        """
+        """Makes the last copy, whose step is in the run's records, valid, with evaluations."""
         if self._begun is not None:
             self._begun.seal(evaluations)
 
     def _is_ready(self) -> bool:
-        """Whether another copy may begin, because no rank is still writing the last one.
-        Collective.
-        """
+        """Whether no rank is still writing the last copy. Collective."""
         begun = self._begun
         if begun is None:
             return True
@@ -222,9 +197,7 @@ class MemoryCopies:
         return not self.is_off
 
     def _conclude(self, begun: BegunCopy) -> None:
-        """Records whether the last copy succeeded. The threads of the copy must have ended.
-        Collective.
-        """
+        """Records whether the last copy, whose threads have ended, succeeded. Collective."""
         self._begun, self.busy_s = None, begun.busy_s
         found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
         if int(found) == self._world.size:
@@ -235,8 +208,9 @@ class MemoryCopies:
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Returns whether the copy succeeded on all ranks. If not, reports the failure, and turns
-        copies off if the next copy would fail too. Collective.
+        """Whether the copy succeeded on all ranks; if not, reports why. Collective.
+
+        Turns copies off if the next one would fail too.
         """
         own = None
         if failure is not None:
@@ -275,17 +249,13 @@ class MemoryCopies:
 
     @property
     def _kept_ranks(self) -> list[int]:
-        """Ranks whose files this host stores: the ranks on this host and the ranks on the previous
-        host in the ring.
-        """
+        """Ranks whose files this host stores: its own, and those of the previous host."""
         place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
         kept = {place, place - 1 if len(self._hosts) > 1 else place}
         return [rank for i in kept for rank in self._hosts[i]]
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
-        """Returns how many bytes copies will occupy on this host, given the size of each rank's
-        part.
-        """
+        """Returns the bytes of copies on this host, given the size of each rank's part."""
         missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
@@ -314,12 +284,9 @@ class MemoryCopies:
         self._copies = None
 
     def restore(self, root: Path) -> Path | None:
-        """Returns the folder of the newest copy if this copy is newer than all checkpoints,
-        otherwise None. If there are several hosts, they first write the copy to the checkpoints
-        folder. Collective.
+        """Returns the folder of the newest copy if it is newer than all checkpoints, or None.
 
-        Args:
-            root: The run's `checkpoints` folder.
+        Several hosts first write the copy to the run's `checkpoints` folder, `root`. Collective.
         """
         found = restored_copy(
             self._number, root, self._world, len(self._hosts), self._num_threads, self._notify

@@ -89,15 +89,9 @@ class Saved(Protocol):
 def load_model(
     checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print
 ) -> None:
-    """Loads one sharded part of a checkpoint into a model and, if the model is trained, into its
-    optimizer.
+    """Loads a part of a checkpoint, `policy` or `critic`, into a model and its optimizer, if any.
 
-    Args:
-        checkpoint: Open checkpoint, identical on all ranks.
-        part: `policy` or `critic`.
-        model: Model with the same shapes as the saved model, in any layout.
-        world: All ranks.
-        notify: Prints a message once for all ranks.
+    The model has the same shapes as the saved model, in any layout.
 
     Raises:
         CheckpointError: The part is damaged or missing, or belongs to a different model.
@@ -137,9 +131,7 @@ def load_model(
 
 
 def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:
-    """Reads the values that are not sharded tensors. Every rank reads all of them. Raises
-    CheckpointError if they are damaged.
-    """
+    """Reads, on every rank, values other than sharded tensors; CheckpointError for damage."""
     content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
     try:
         backends = [parse_json(content)[f"{kind}_backend"] for kind in ("sharded", "common")]
@@ -174,13 +166,9 @@ def sharded_state(
     allocators: Callable[[int], Allocator] | None = None,
     stored: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the state dictionary that Megatron saves, or fills while loading. It is empty on
-    ranks outside the mesh. Collective over the mesh, which must be active.
+    """Returns the state dictionary that Megatron saves or fills; empty outside the mesh.
 
-    Args:
-        model: Model to save or to load.
-        is_loading: Whether a checkpoint will be loaded into the tensors.
-        allocators, stored: See `own_shares`.
+    Collective over the mesh, which must be active. See `own_shares` for `allocators`, `stored`.
     """
     if not model.mesh.is_member:
         return {}
@@ -213,9 +201,7 @@ def sharded_state(
 
 
 def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all weights, trained and frozen, so that a checkpoint can be loaded without other
-    files. Only the trained parameters of a model with LoRA adapters are returned.
-    """
+    """Returns all weights, trained and frozen; of a LoRA model, only the trained ones."""
     return {
         f"model{index}": _saved_weights(model, chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
@@ -223,9 +209,7 @@ def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any
 
 
 def connect_shares(model: Saved) -> None:
-    """Opens the connections between GPUs that saving needs, so that the first save does not wait
-    for them. Collective over the mesh.
-    """
+    """Opens connections between GPUs before the first save. Collective over the mesh."""
     if model.mesh.is_member and model.optimizer is not None:
         connect(model.optimizer.chained_optimizers)
 
@@ -252,12 +236,10 @@ def saved_bytes(model: Saved) -> int:
 
 
 def _separate_storages(state: dict[str, Any]) -> None:
-    """Gives each tensor in memory that numpy allocated a separate storage of exactly its size. No
-    data are copied.
+    """Gives each tensor in numpy's memory a separate storage of its size, without copying.
 
-    With shared storages, the writer would clone every view, such as the two halves of a
-    feed-forward layer. The writer still clones the parameters themselves on a CPU, because their
-    storages must remain resizable, and numpy prevents that.
+    The writer clones views of shared storages, such as the two halves of a feed-forward layer. It
+    still clones parameters on a CPU: their storages must be resizable, which numpy prevents.
     """
     apply_factories(state)
     for part in nested_values(state):
@@ -284,11 +266,10 @@ def _trained_names(chunk: torch.nn.Module) -> set[str]:
 
 
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a chunk's state without the extra state of layers. The extra state contains FP8
-    scales and is empty for 16-bit weights.
+    """Returns a chunk's state without layers' extra state, FP8 scales, empty for 16-bit weights.
 
-    Megatron renames norms, so the remaining keys are the same for torch layers and
-    transformer-engine layers. Each kind of layer can therefore load checkpoints of the other kind.
+    Megatron renames norms, so torch layers and transformer-engine layers then have the same keys
+    and load each other's checkpoints.
     """
     return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
 

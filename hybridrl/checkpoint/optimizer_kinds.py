@@ -25,12 +25,7 @@ Kinds = Mapping[str, torch.dtype]
 
 @runtime_checkable
 class PackedAdam(Protocol):
-    """An Adam with bf16 moments and remainders (training/piecewise_adam.py).
-
-    Attributes:
-        on_host: Whether the states are in host memory, from which checkpoints are written.
-        state: States of each parameter's shard, by name.
-    """
+    """An Adam with bf16 moments and remainders by name, maybe on hosts (piecewise_adam.py)."""
 
     on_host: bool
     param_groups: list[dict[str, Any]]
@@ -43,12 +38,7 @@ class PackedAdam(Protocol):
 
 @runtime_checkable
 class MatrixOptimizer(Protocol):
-    """An optimizer with momentum of some parameters, and Adam's moments of others
-    (training/muon.py).
-
-    Attributes:
-        state: States of each parameter's shard, by name.
-    """
+    """An optimizer with momentum of some parameters, and Adam's moments of others (muon.py)."""
 
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]

@@ -64,10 +64,10 @@ def own_shares(
     allocators: Callable[[int], Allocator] | None = None,
     stored: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Context manager: until it exits, `sharded_state_dict` of Megatron's distributed optimizers
-    returns only the parameters that this rank writes and reads. The optimizer states must exist.
+    """Makes `sharded_state_dict` of Megatron's distributed optimizers return this rank's share.
 
-    Collective over the data-parallel ranks when saving.
+    These are the parameters that it writes and reads; states must exist. Collective over the
+    data-parallel ranks when saving.
 
     Args:
         optimizers: `DistributedOptimizer`s.
@@ -88,13 +88,10 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Completes loaded states with the pieces that other ranks have read, and restores masters
-    from remainders. The model's weights must be loaded. Collective over the data-parallel ranks.
+    """Completes loaded states with other ranks' pieces, and restores masters from remainders.
 
-    Args:
-        optimizers: `DistributedOptimizer`s.
-        states: Loaded states of the optimizers: the state itself if there is one optimizer,
-            otherwise a mapping by optimizer number.
+    The model's weights must be loaded. Collective over the data-parallel ranks. `states` is the
+    state of a single `DistributedOptimizer`, or a mapping by number.
     """
     for number, optimizer in enumerate(optimizers):
         state = states if len(optimizers) == 1 else states[number]
@@ -131,9 +128,9 @@ def _master(parameter: Tensor, states: dict[str, Tensor]) -> Tensor:
 
 
 def count_step(adam: Any, num_steps: int = 1) -> None:
-    """Counts the steps of an Adam without parameters, such as on a stage whose layers are all
-    frozen. Megatron takes the step count for all ranks from rank 0, so rank 0 must have a count
-    even without parameters.
+    """Counts the steps of an Adam without parameters, as on a stage of frozen layers.
+
+    Megatron takes the step count for all ranks from rank 0, which must have one.
     """
     if any(group["params"] for group in adam.param_groups):
         return
@@ -168,17 +165,14 @@ def _param_state(
     """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
     Args:
-        optimizer: A `DistributedOptimizer`.
         allocate: Allocator of memory for saved states; if None, new memory is allocated.
         stored: Keys of the tensors in the checkpoint that will be loaded.
         model_state: Sharded state of the model; its tensors are the parameters themselves.
         is_loading: Whether a checkpoint will be loaded into the tensors. For parameters that only
             this rank has, the optimizer's own tensors are returned.
-        metadata: Unused.
 
     Returns:
-        Megatron's sharded tensors, by the number of the parameter in the optimizer and then by the
-        name of the state.
+        Megatron's sharded tensors, by the number of the parameter and the name of the state.
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
@@ -275,10 +269,10 @@ def _to_fill(
 def _gathered(
     optimizer: Any, cuts: Sequence[Cut], writes: Sequence[bool], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns the states that this rank writes, by parameter number. States of uncut parameters are
-    the optimizer's own tensors; states of cut parameters are assembled on the host. With
-    `allocate`, the states of all parameters are assembled on the host if any parameter is cut.
-    Collective over the data-parallel ranks.
+    """Returns the states that this rank writes, by parameter number.
+
+    States of uncut parameters are the optimizer's own tensors; others are assembled on the host,
+    and so are all if any is cut and `allocate` is given. Collective over the data-parallel ranks.
     """
     rank = optimizer.data_parallel_group_gloo.rank()
     own = {
@@ -331,9 +325,7 @@ def _own_states(optimizer: Any, cut: Cut) -> dict[str, Tensor]:
 def _sharded(
     described: Mapping[Tensor, Any], parameter: torch.nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns the states of a parameter as Megatron's sharded tensors, with the sharding of the
-    parameter in the model.
-    """
+    """Returns a parameter's states as Megatron's sharded tensors, sharded as in the model."""
     if parameter not in described:
         raise ValueError(f"a parameter of shape {parameter.shape} is not in the model's state")
     of_model = described[parameter]
@@ -356,13 +348,9 @@ def _sharded(
 
 def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
     """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory.
-    For the halves of feed-forward layers, this is more than half of the state. If the parts were
-    read directly into `whole`, nothing is copied.
 
-    Args:
-        whole: Tensor that Megatron's `build_fn` split into parts.
-        merge: Megatron's function, used for parts in other memory.
-        parts: Parts that were read.
+    For halves of feed-forward layers, this is over half of the state. Parts that were read directly
+    into `whole` are not copied; `merge`, Megatron's function, serves for others.
     """
     return whole if _fill(parts, whole) else merge(parts)
 

@@ -1,8 +1,7 @@
 """Defines blobs: named arrays in a sample that only some models understand, such as routed experts.
 
-Does not import torch. The module that understands a kind of blob declares it once with `declare`.
-Engines and environments attach blobs to samples. Exchange, gathering, saved rollouts, replay files
-and micro-batches pass blobs on unread.
+The module that understands a kind of blob declares it once. Engines and environments attach blobs
+to samples; all other code passes them on unread. Does not import torch.
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ Blobs = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class BlobKind:
-    """Declaration of a kind of blob: its name, dtypes and shape.
+    """Declaration of a kind of blob: its name, allowed dtypes and dimensions of a row.
 
-    Args:
-        name: Name of the blob.
-        dtypes: Names of the allowed dtypes.
-        rows: Number of rows per sample. `token`: one per token of prompt and response. `input`: one
-            per token except the last token, which is never an input to the engine. `any`: any
-            number.
-        row_dims: Number of dimensions of a row.
+    `rows` is the number of rows per sample. `token`: one per token of prompt and response. `input`:
+    one per token except the last, which is never an input to the engine. `any`: any number.
     """
 
     name: str
@@ -56,13 +50,9 @@ def declare(kind: BlobKind) -> BlobKind:
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Checks the type of a blob's values. If the type is wrong, returns a description of it and of
-    the allowed types, otherwise None.
+    """Returns descriptions of a wrong type of a blob's values, and of the allowed ones, or None.
 
-    Args:
-        name: Name of the blob.
-        dtype: Name of the dtype.
-        num_dims: Number of dimensions, including the row dimension.
+    `num_dims` includes the dimension of rows.
     """
     kind = KINDS.get(name)
     if kind is None:

@@ -1,7 +1,6 @@
 """Finds the beginning that a sequence of an agent's sample has in common with an earlier sequence.
 
-Computed where the tokens are; every rank then knows the result as columns of the batch, so that all
-ranks plan the same micro-batches (training/batches/branches.py).
+Computed where the tokens are; the batch has the result as columns on every rank.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ class Branch(NamedTuple):
 
     Args:
         sequence: Number of the earlier sequence; -1 if there is none.
-        num_tokens: Number of leading positions that need not be computed again. No output of these
-            positions is trained in the later sequence.
-        context: Digest of the tokens before the first sampled token; sequences with equal digests
-            and lengths begin with the same tokens. -1 if the sequence has inputs other than tokens.
+        num_tokens: Leading positions that need not be computed again, and are not trained.
+        context: Digest of the tokens before the first sampled token, equal for equal beginnings of
+            equal lengths. -1 if the sequence has inputs other than tokens.
     """
 
     sequence: int

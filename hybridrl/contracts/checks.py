@@ -1,7 +1,4 @@
-"""Checks the values that enter a batch: column types, producers, and the error for invalid values.
-
-batch.py owns the batch, declares the columns, and re-exports `Producer` and `BatchError`.
-"""
+"""Checks the values that enter a batch (batch.py), with an error for invalid ones."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ class BatchError(UserError):
     """Raised for a value that violates the data contract.
 
     Args:
-        producer: Code that produced the value.
-        field: Field or column that contains the value.
+        producer, field: Code that produced the value, and field or column that contains it.
         got: Description of the value, as a verb phrase: "returned shape (4, 12)".
         expected: Description of valid values: "(4,) floats".
         remedy: What to do about the error; empty if this is obvious.
@@ -125,9 +121,7 @@ NO_MASK = torch.zeros(0, dtype=torch.bool)
 def check(
     value: object, name: str, column: Column, size: int, producer: Producer, response_mask_T: Tensor
 ) -> None:
-    """Raises BatchError unless `value` is a finite CPU tensor that fits the column and has shape
-    (size,), or (size, K) for a wide column.
-    """
+    """Raises BatchError unless a finite CPU tensor fits the column: (size,), or (size, K)."""
     shape = f"({size}, K)" if column.is_wide else f"({size},)"
     expected = f"{shape} {_WORDS.get(column.dtype, 'integers')}"
     if not isinstance(value, Tensor):
@@ -161,9 +155,7 @@ def _first(value: Tensor, is_wrong: Tensor) -> str:
 
 
 def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Producer) -> None:
-    """Raises BatchError unless the fields of each rollout have equal lengths and each group has one
-    prompt.
-    """
+    """Raises BatchError unless each rollout's fields are equally long, with a prompt per group."""
     if len(groups) != len(rollouts):
         got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
         raise BatchError(who, "group_B", got, "one group per rollout")
@@ -192,13 +184,7 @@ def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None
 def check_observed(
     observed_T: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, who: Producer
 ) -> None:
-    """Raises BatchError unless all observations are inside responses and none ends a response.
-
-    Args:
-        observed_T: Whether each token came from an environment.
-        lengths_B, prompt_lengths_B: Number of tokens in each sample and in its prompt.
-        who: Producer to name in errors.
-    """
+    """Raises BatchError unless all observations are inside responses and none ends a response."""
     name, size = "observed_T", int(lengths_B.sum())
     check(observed_T, name, TOKEN_FLAG, size, who, NO_MASK)
     ends_B = lengths_B.cumsum(0)

@@ -1,8 +1,7 @@
 """Records which ranks have the tokens of each sample, and completes per-sample values collectively.
 
-Every rank has the per-sample columns (numbers, groups, lengths, rewards) for a whole step, but the
-token columns of only some samples (parallel/exchange.py moves them). A value that depends on tokens
-is computed on a rank that has the tokens of the sample, and then sent to all ranks. The result is
+Every rank has the per-sample columns of a whole step, but the token columns of only some samples.
+A value that depends on tokens is computed where these are, and sent to all ranks. The result is
 bitwise identical for every assignment of samples to ranks.
 """
 
@@ -18,9 +17,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """Interface to all ranks of the job (implemented by `parallel.groups.World`). Calls are
-    collective, run on the host, and wait for the slowest rank.
-    """
+    """All ranks of the job (`parallel.groups.World`): collective calls on the host that wait."""
 
     rank: int
     size: int
@@ -42,14 +39,10 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """Ranks that have the tokens of each of B samples.
+    """Ranks that have the tokens of each of B samples: by_rank_BW, (B, W) bool, at least one each.
 
-    Args:
-        by_rank_BW: Whether each of the W ranks has the tokens of each sample, (B, W) bool. At least
-            one rank must have them.
-        ranks: All ranks of the job.
-        num_parts: Number of optimizer steps among which the samples are divided. The replica that
-            trains on a sample has the sample's tokens.
+    `num_parts` is the number of optimizer steps among which the samples are divided. The replica
+    that trains on a sample has its tokens.
     """
 
     by_rank_BW: Tensor
@@ -77,12 +70,7 @@ class Holders:
         return replace(parts[0], by_rank_BW=by_rank_BW, num_parts=1)
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values for all samples from the values for the samples on this rank.
-        Collective.
-
-        Args:
-            value_H: Values for the samples on this rank, (H,) or (H, K) floats.
-        """
+        """Returns values for all samples from this rank's (H,) or (H, K) floats. Collective."""
         if self.ranks.size == 1:
             return value_H
         value_B = torch.zeros(len(self.by_rank_BW), *value_H.shape[1:], dtype=value_H.dtype)

@@ -18,12 +18,10 @@ from hybridrl.contracts.checks import BatchError, Producer
 
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A value that is read only by the model's forward call.
+    """A tensor, or an object on the host, that is read only by the model's forward call.
 
-    Args:
-        value: A tensor, or an object that stays on the host.
-        is_per_position: Whether the first dimension is the positions of the micro-batch, so that
-            each context-parallel rank takes its slice. If not, every rank has the whole tensor.
+    If it `is_per_position`, each context-parallel rank takes its slice of the first dimension.
+    Otherwise, every rank has the whole tensor.
     """
 
     value: Any
@@ -55,7 +53,7 @@ class MicroBatch:
             padding.
         prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
             None if samples share no prompts. A shared prompt without its last token forms a
-            sequence of its own, and each of its samples begins with the last prompt token.
+            separate sequence, and each of its samples begins with the last prompt token.
             Positions are counted from the start of the prompt, and `max_seqlen` is the maximum
             length of a prompt plus its response. A sequence of an agent continues the first
             positions of another sequence, which may itself continue a sequence.
@@ -116,9 +114,7 @@ class MicroBatch:
 
     @property
     def labels(self) -> Tensor:
-        """Tokens for which the model returns log-probabilities at each position: the targets, (S,),
-        or the targets followed by the teacher's tokens, (S, 1 + K).
-        """
+        """Tokens of each position's log-probabilities: (S,), or with the teacher's (S, 1 + K)."""
         if self.teacher_tokens_SK is None:
             return self.targets_S
         return torch.cat((self.targets_S[:, None], self.teacher_tokens_SK), 1)
@@ -146,9 +142,7 @@ class MicroBatch:
         )
 
     def _map(self, change: Callable[[Tensor], Tensor], all_inputs: bool = False) -> MicroBatch:
-        """Applies `change` to all per-position tensors, and to all model inputs if `all_inputs` is
-        true.
-        """
+        """Applies `change` to all per-position tensors, and to all model inputs if asked."""
         named = ((name, getattr(self, name)) for name in PER_POSITION)
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         changed["model_inputs"] = {

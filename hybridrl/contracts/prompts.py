@@ -1,9 +1,8 @@
 """Defines prompts and their parts. Does not import torch.
 
 A prompt is an ordered list of parts: runs of token ids, and non-text content such as images. In
-`tokens`, which training reads, an image or other piece of content is represented by one or more
-placeholder tokens; an engine receives only one placeholder for it. Only code for a specific kind of
-content reads the arrays of this content; all other code stores and moves the arrays unread.
+`tokens`, which training reads, a piece of content is one or more placeholder tokens; an engine
+receives only one. Only code for a kind of content reads its arrays.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class Content:
 
     Args:
         kind: Name of the kind, such as `image`.
-        start: Index of the first placeholder among the prompt's tokens.
-        num_tokens: Number of placeholders, at least 1.
-        key: Text that identifies the content, such as a digest of the arrays. Different content
-            must have different keys.
+        start, num_tokens: Index of the first of the placeholders, at least 1, among the tokens.
+        key: Text that identifies the content, such as a digest of the arrays.
         arrays: Data of the content, such as the bytes of a file.
     """
 
@@ -59,15 +56,13 @@ class Prompt:
         prompt_id: Number of the prompt among all rows of the run's data.
         text: Text that the model receives.
         tokens: Token ids of the text, including the placeholders for images and other content.
-        columns: Other columns of the row.
         response_tokens: Demonstration including its end token; in preference pairs, the better
             response. None in data without responses.
         rejected_tokens: Worse response of a preference pair.
-        response_gaps, rejected_gaps: Start and end of each run of response tokens on which the
-            model is not trained, in one flat ascending tuple. These runs separate the assistant's
-            turns; no run is at the end of a response.
-        given: The row's original prompt (a text or messages), if a chat template rendered `text`
-            from it.
+        response_gaps, rejected_gaps: Start and end of each run of response tokens that are not
+            learned, in one flat ascending tuple. These runs separate the assistant's turns; no run
+            is at the end of a response.
+        given: The row's original prompt (a text or messages), if a chat template rendered `text`.
         contents: Parts that are not text, in order.
     """
 
@@ -119,9 +114,7 @@ class Prompt:
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:
-    """Serializes the contents of one prompt for a parquet cell. Returns empty bytes for an empty
-    sequence.
-    """
+    """Serializes the contents of one prompt for a parquet cell; empty bytes for none."""
     if not contents:
         return b""
     fields = [[c.kind, c.start, c.num_tokens, c.key] for c in contents]

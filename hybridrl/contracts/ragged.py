@@ -17,9 +17,7 @@ from hybridrl.contracts.samples import Rollout
 
 
 def observed_mask(prompts: Sequence[Prompt], masks: Sequence[Sequence[bool]]) -> Tensor:
-    """Returns for each token whether it came from an environment, (T,) bool. `masks` contains the
-    flags for the response tokens.
-    """
+    """Returns whether each token is an observation, (T,) bool, from flags of response tokens."""
     return flatten([(False,) * len(p.tokens) for p in prompts], masks)[0].bool()
 
 
@@ -43,12 +41,9 @@ def starts_of(num_rows_H: Tensor) -> Tensor:
 
 
 def row_places(num_rows_H: Tensor, places_N: Tensor) -> Tensor:
-    """Returns the indices, in a flat column, of all rows of the given samples, one sample after
-    another.
+    """Returns the indices in a flat column of all rows of some samples, one after another.
 
-    Args:
-        num_rows_H: Number of rows for each sample in the column.
-        places_N: Indices of the given samples in `num_rows_H`.
+    Sample i of the column has num_rows_H[i] rows; `places_N` are the wanted samples.
     """
     num_N = num_rows_H[places_N]
     shift_N = (num_rows_H.cumsum(0) - num_rows_H)[places_N] - (num_N.cumsum(0) - num_N)
@@ -59,9 +54,7 @@ def row_places(num_rows_H: Tensor, places_N: Tensor) -> Tensor:
 
 
 def token_versions(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Returns the version that sampled each token, (T,) int64, with 0 on prompt tokens. Returns
-    None if every response has only one version.
-    """
+    """Returns each token's version, 0 on prompts: (T,) int64. None if each response has one."""
     if not any(rollout.versions for rollout in rollouts):
         return None
     versions: list[int] = []
@@ -82,11 +75,9 @@ def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: T
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A blob of one kind for all samples of a batch.
+    """A blob of one kind: rows (N, ...) for this rank's samples, on the CPU, and numbers of rows.
 
-    Args:
-        values_N: Rows for the samples whose tokens are on this rank, (N, ...), on the CPU.
-        num_rows_B: Number of rows for each sample in the batch, (B,) int64.
+    num_rows_B is (B,) int64, for every sample of the batch.
     """
 
     values_N: Tensor
@@ -113,9 +104,7 @@ def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
 
 
 def blobs_of(rollouts: Sequence[Rollout], who: Producer) -> dict[str, Blob]:
-    """Joins the blobs of rollouts. Raises BatchError that names a sample if a blob does not fit its
-    kind or the blobs of other samples.
-    """
+    """Joins the blobs of rollouts; BatchError names a sample that does not fit kind or others."""
     for name in {name: None for rollout in rollouts for name in rollout.blobs}:
         first = next(rollout.blobs[name] for rollout in rollouts if name in rollout.blobs)
         check_blob_type(name, first.dtype.name, first.ndim, who)
@@ -141,12 +130,7 @@ def check_blob(
 ) -> None:
     """Raises BatchError unless a blob fits its kind and the batch.
 
-    Args:
-        name: Name of the blob.
-        blob: The blob.
-        lengths_B: Number of tokens in each sample.
-        rows_H: Indices of the samples whose tokens are on this rank.
-        producer: Code that produced the blob.
+    `rows_H` are the indices of the samples whose tokens are on this rank.
     """
     values_N, num_rows_B = blob.values_N, blob.num_rows_B
     check_blob_type(name, str(values_N.dtype).removeprefix("torch."), values_N.ndim, producer)

@@ -97,8 +97,7 @@ class Sampler:
     """Samples responses to prompts, together with the other replicas.
 
     Args:
-        episodes: Manager of responses with several turns; None without an environment and without
-            agents.
+        episodes: Manager of responses with several turns, of an environment or agents; or None.
         reward_models: Reward models that add their scores to a batch.
         exact_with: What computes log-probabilities that serve as the trainer's own; None if they do
             not. Saved samples with other log-probabilities are generated again.
@@ -194,15 +193,13 @@ class Sampler:
         call of `take` requested (by default, the number of groups in a step).
 
         Args:
-            prompts: New prompts, identical on all ranks; with a lag, the prompts that `take`
-                returned.
-            samples_per_prompt: Number of responses per prompt. Default: the sampler's value.
+            prompts: New prompts, identical on all ranks; with a lag, those that `take` returned.
+            samples_per_prompt, sampling: Other values than the sampler's.
             step: Number of the step, which determines the seeds; negative for an evaluation.
                 Default: the last step plus one.
             first_group: Group number of the first prompt. A further call in the same step (dynamic
                 sampling) must pass the number of earlier groups. With a lag, group numbers are
                 unique in the run.
-            sampling: Sampling parameters. Default: the sampler's parameters.
             greedy: Whether to also generate the greedy response to each prompt.
 
         Returns:
@@ -292,8 +289,7 @@ class Sampler:
         sampling: SamplingParams | None = None,
         greedy: bool = False,
     ) -> None:
-        """Submits this replica's requests to its engine. Samples in the loaded checkpoint continue
-        where they were saved.
+        """Submits this replica's requests, some of which continue from the loaded checkpoint.
 
         Raises:
             UserError: `greedy` is set, and a scorer has the same name as the greedy reward part.
@@ -351,9 +347,7 @@ class Sampler:
         begun: Request | None,
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
-        """Returns the request that begins or continues a sample; None if the environment or an
-        agent begins.
-        """
+        """Returns a sample's first or next request, unless its environment or agent begins."""
         sampling = sampling_of(self._drawn, sample_id)
         if self.episodes is not None:
             self.episodes.begin(step, sample_id, prompt, sampling, turns)
@@ -396,9 +390,7 @@ class Sampler:
             self.generated, self._clocks = {}, ()
 
     def _saved_samples(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
-        """Returns the data in the loaded checkpoint for this replica's samples. Rank 0 sends the
-        data. Collective.
-        """
+        """Returns the loaded checkpoint's data for this replica, from rank 0. Collective."""
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
         sent: dict[int, dict[str, Any]] = {}
@@ -423,13 +415,11 @@ class Sampler:
         self._keep(self._take_turns(self.engine.collect()))
 
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
-        """Runs one engine step if the engine has work. Before each sum of counts over ranks, waits
-        for all environment answers that were requested before the previous sum. The samples
-        therefore do not depend on how long environments take. Agents act in real time, so their
-        samples depend on time.
+        """Runs one engine step if the engine has work.
 
-        Args:
-            gives_up: Function that returns whether to stop waiting for environments.
+        Before each sum of counts over ranks, waits for environments' answers that were requested
+        before the previous sum, unless `gives_up` returns true. The samples then do not depend on
+        their time, unlike those of agents.
         """
         if self.has_unfinished:
             self.advance()
@@ -446,9 +436,7 @@ class Sampler:
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Returns the responses that ended. Submits the next turns of the other responses to the
-        engine.
-        """
+        """Returns the responses that ended; submits the next turns of the others."""
         if self.episodes is None:
             return completions
         if self._carries_over and not self.episodes.in_real_time:
@@ -467,9 +455,9 @@ class Sampler:
         self.engine.submit(left)
 
     def _keep(self, finished: Sequence[Completion]) -> None:
-        """Stores responses that ended, and submits them to scorers while others are being
-        generated. With a lag, submits only complete groups, because other groups may move to
-        another replica.
+        """Stores responses that ended, and submits them to scorers during generation.
+
+        With a lag, only complete groups are submitted: others may move to another replica.
         """
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
@@ -486,9 +474,7 @@ class Sampler:
                     self.scorer.begin(number, prompt, whole.tokens, observed)
 
     def _is_mine_to_score(self, group: int) -> bool:
-        """Whether this rank scores a group. The ranks of a replica divide whole groups among
-        themselves.
-        """
+        """Whether this rank scores a group; a replica's ranks divide whole groups."""
         return group % self.layout.tp == self.layout.tp_rank(self.world.rank)
 
     def _leave_engine(self) -> dict[int, States] | None:
@@ -504,12 +490,9 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Context manager: while its block runs, generates samples for groups in flight and new
-        prompts with the current weights, if the schedule allows it. Collective.
+        """Generates, during a block, for groups in flight and new prompts, if the schedule allows.
 
-        Args:
-            waits: Context manager that is active while this rank waits for generation to pause,
-                after the block.
+        Collective. `waits` is active while this rank waits for a pause after the block.
         """
         if not self.schedule.generates_ahead:
             yield
@@ -533,9 +516,7 @@ class Sampler:
             self._thread.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
-        """Generates until only a few samples, over all replicas, are unfinished. Runs on a thread
-        on each rank with an engine. If one rank fails, the others stop too.
-        """
+        """Generates, on a thread, until few samples of all replicas are unfinished, or one fails."""
         failure: Exception | None = None
         pause_at = self.schedule.ahead_until
         assert pause_at is not None
@@ -559,10 +540,10 @@ class Sampler:
             raise failure
 
     def _must_end_ahead(self) -> bool:
-        """Whether to end generation during training immediately. This is true if the samples will
-        not be used, or if a signal requested a stop and training is done. Before training is done,
-        generation continues despite a signal, so that the resumed run has the same samples as an
-        uninterrupted run.
+        """Whether to end generation during training immediately.
+
+        True if its samples will not be used, or after a signal once training is done; before, it
+        continues, so that the resumed run has the samples of an uninterrupted one.
         """
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
@@ -579,9 +560,7 @@ class Sampler:
         self.in_flight.note_states(agreement.values)
 
     def _cancel_ahead(self) -> None:
-        """Cancels generation during training and discards its samples. All ranks with an engine
-        must call this method or exit.
-        """
+        """Cancels generation during training; every rank with an engine must call it or exit."""
         self._is_cancelled = True
         try:
             self._thread.join(self.world.check, CANCEL_S)
@@ -610,8 +589,9 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores the samples from the last `generate`. Returns the samples of all replicas on all
-        ranks, ordered by sample number. Tokens stay on the rank that scored them.
+        """Scores the last `generate`; returns all replicas' samples by number on all ranks.
+
+        Tokens stay on the rank that scored them.
 
         Raises:
             UserError, PeerError: A reward failed on any rank, or no response has a score. Raised on
@@ -652,9 +632,7 @@ class Sampler:
         return batch
 
     def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
-        """Returns the lengths that this replica generated; empty except on the first rank of the
-        replica.
-        """
+        """Returns the lengths that this replica generated, on its first rank."""
         if local is None or self._is_evaluation or not self._replica.is_first:
             return {}
         found: GeneratedLengths = {}
@@ -668,11 +646,9 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step, identical on all ranks.
 
-        The metrics are `generate/idle_share` (mean share of the generation time for which replicas
-        waited for the slowest replica), `generate/tokens` (number of tokens in all prompts and
-        responses, including observations), the counts from scorers, and the metrics from
-        `episode_metrics`. With a lag, the metrics include `lag/*`; if engines generate ahead, also
-        `idle/*`.
+        `generate/idle_share` is the mean share of the generation time for which replicas waited for
+        the slowest, `generate/tokens` the number of all tokens with observations. Scorers' counts
+        and `episode_metrics` follow; with a lag, `lag/*`; if engines generate ahead, `idle/*`.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
@@ -685,9 +661,7 @@ class Sampler:
         }
 
     def num_errors(self) -> int:
-        """Returns the number of responses on which a scorer has failed since the beginning of the
-        step; identical on all ranks.
-        """
+        """Returns the step's responses on which a scorer has failed; identical on all ranks."""
         return sum(n for name, n in self._reward_counts.items() if name.endswith("/errors"))
 
     def _count(self, counts: Mapping[str, int]) -> None:
@@ -718,9 +692,7 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Context manager: until it exits, samples are scored only by `scorer`, not by the
-        environment or by reward models.
-        """
+        """Lets only `scorer` score samples within a block, no environment or reward model."""
         kept = self.scorer, self.reward_models, self.episodes
         self.scorer, self.reward_models, self.episodes = scorer, (), None
         try:
@@ -730,8 +702,9 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a checkpoint saved now would contain responses from a step in progress, on any
-        rank. With a lag, a checkpoint instead contains the samples from the beginning of the step.
+        """Whether a checkpoint saved now would contain responses of a step in progress.
+
+        With a lag, it has the samples from the beginning of the step instead.
         """
         return self._step >= 0 and not self.schedule.carries_over
 
@@ -751,8 +724,7 @@ class Sampler:
         self.in_flight.rewind()
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts and response lengths as JSON values for a checkpoint. Rank 0 returns
-        the rollouts of all replicas, other ranks none. Collective.
+        """Returns the rollouts, on rank 0, and response lengths for a checkpoint. Collective.
 
         Without a lag, the rollouts are the finished and unfinished responses of the current step
         until `end_step`. With a lag, they are the responses in flight at the beginning of the step.
@@ -780,12 +752,9 @@ class Sampler:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Makes the next `generate` for the saved step continue from these rollouts. Drops all
-        requests in the engine. Collective.
+        """Lets the next `generate` of the saved step continue; drops requests. Collective.
 
-        Args:
-            state: Result of `state`, converted to JSON and back. Only the value on rank 0 is used.
-            source: Prompts of the run, at the saved position.
+        `state` is only used on rank 0. `source` has the prompts at the saved position.
         """
         is_first = self.world.rank == 0
         received = self.world.broadcast_object(without_sample_data(state) if is_first else None, 0)
