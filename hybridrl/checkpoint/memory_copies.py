@@ -150,9 +150,9 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares a folder, that of the older copy or of one with lost files; on all hosts?
+        """Prepares the folder for the next copy; returns whether all hosts succeeded. Collective.
 
-        Collective.
+        Reuses the older copy's folder, or that of the newest copy if it lost files.
         """
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])

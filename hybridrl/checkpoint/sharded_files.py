@@ -190,7 +190,7 @@ class BegunFiles:
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns the state, on a rank 0 without a part with the plain values of rank `first`.
+    """Returns the state; on a rank 0 without a part, the plain values of rank `first`.
 
     Megatron's reader expects that rank 0 writes them. Collective.
     """

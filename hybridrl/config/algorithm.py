@@ -90,7 +90,7 @@ class PolicyGradientConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """Needs of all policy gradients: a reference and old log-probabilities as kl_* says."""
+        """Needs of all policy gradients: a reference and old log-probabilities if KL keys use them."""
         is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
         return Needs(reference=self.kl_coef > 0, old_logps=is_measured, allows_lag=True)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """All ranks of the job (`parallel.groups.World`): collective calls on the host that wait."""
+    """All ranks of the job (`parallel.groups.World`): collective calls on the host."""
 
     rank: int
     size: int

@@ -203,7 +203,7 @@ class InFlight:
     def _exchange_samples(
         self, groups: Sequence[Group], replica_of: Mapping[int, int]
     ) -> Mapping[int, Sample]:
-        """Returns the samples that this rank's replica continues, sent by its last. Collective."""
+        """Returns the samples that this replica continues; others send theirs. Collective."""
         sent: dict[int, list[Sample]] = {}
         kept: dict[int, Sample] = {}
         for group in groups:

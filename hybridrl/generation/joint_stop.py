@@ -13,7 +13,7 @@ STEPS_BETWEEN_SUMS = 8
 
 
 class JointStop:
-    """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps: may all ranks stop?
+    """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps, to stop all ranks together.
 
     A rank reads a sum only when the next sum is due, so it waits only for ranks that are a whole
     interval behind. The sum before the first step is read immediately, because all engines may be

@@ -516,7 +516,7 @@ class Sampler:
             self._thread.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
-        """Generates, on a thread, until few samples of all replicas are unfinished, or one fails."""
+        """Generates, on a thread, until few samples of all replicas are unfinished or one fails."""
         failure: Exception | None = None
         pause_at = self.schedule.ahead_until
         assert pause_at is not None

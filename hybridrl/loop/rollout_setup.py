@@ -152,7 +152,7 @@ def share_memory(
 
 
 def is_mostly_frozen(source: WeightSource) -> bool:
-    """Whether over half of this rank's weights are frozen: memory to keep them, not gradients."""
+    """Whether most of this rank's weights are frozen, and so need more memory than gradients."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in source.tensors.items()}
     return 2 * sum(sizes.get(name, 0) for name in source.frozen) > sum(sizes.values())
 

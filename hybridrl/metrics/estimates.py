@@ -37,7 +37,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Returns an unbiased probability that at least one of k samples is right.
+    """Returns an unbiased estimate of the probability that at least one of k samples is right.
 
     1 - C(n - c, k) / C(n, k) for c right samples of n (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """

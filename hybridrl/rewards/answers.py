@@ -234,7 +234,7 @@ class Choice:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the last `\\boxed{...}` with balanced braces, of MAX_BOXES, of MAX_BOX_CHARS."""
+    """Returns the last `\\boxed{...}` with balanced braces; tries at most MAX_BOXES."""
     at = len(text)
     for _ in range(MAX_BOXES):
         if (at := text.rfind("\\boxed{", 0, at)) < 0:

@@ -199,7 +199,7 @@ def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
 
 
 def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
-    """Returns an engine rank's layout with as many whole, ascending, other experts."""
+    """Returns an engine rank's layout with its experts replaced by as many others, ascending."""
     of_region = [tensors.expert(region.hf) for region in part.regions]
     places = {
         old: new
