@@ -76,19 +76,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
 # The configuration
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("train.tpp=2", ["train.tpp", "unknown key", "Did you mean 'train.tp'?"]),
-        ("rolout.engine=hf", ["rolout", "unknown key", "Did you mean 'rollout'?"]),
-        ("train.lr=1e-3", ["train.lr", "Did you mean 'train.learning_rate'?"]),
-        ("algorithm.clip=0.2", ["algorithm.clip", "Did you mean 'algorithm.clip_low'?"]),
-    ],
-)
-def test_unknown_key_names_the_nearest(here: Path, override: str, expected: list[str]) -> None:
-    refuse(here, ["train", "c.yaml", override], *expected)
-
-
 @pytest.mark.parametrize("command", ["train", "plan", "eval"])
 def test_layout_that_does_not_divide_the_world(here: Path, command: str) -> None:
     arguments = [command, "c.yaml", "train.tp=2", "train.pp=2", "--world", "6"]

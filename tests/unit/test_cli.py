@@ -189,6 +189,10 @@ def test_check_as_json_is_one_object(here: Path) -> None:
     found = {item["name"]: item["status"] for item in report["items"]}
     assert found["torch"] == found["megatron-core"] == found["gloo"] == "ok"
     assert done.returncode == (0 if report["ok"] else 1)
+    assert report.keys() == {"ok", "items"}
+    for item in report["items"]:
+        assert item.keys() == {"name", "status", "found", "fix", "tested", "newest"}
+        assert bool(item["fix"]) <= (item["status"] == "problem")
 
 
 def test_check_names_an_apex_that_is_not_nvidias(here: Path) -> None:
