@@ -24,6 +24,7 @@ from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.generation.resampling import TRUNCATED
 from hybridrl.loop.observers import Observer
 from hybridrl.loop.run_starts import FINISHED, RunStarts, exit_of
+from hybridrl.loop.sample_pictures import SamplePictures
 from hybridrl.loop.sample_records import sample_records
 from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
@@ -54,6 +55,7 @@ from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 
 SUMMARY = "summary.json"
+ROLLOUTS = "rollouts"  # folder with samples
 
 
 Evaluations = Mapping[str, Mapping[str, float]]
@@ -95,7 +97,7 @@ class Journal(Observer):
         world.heartbeat.phase = lambda: self.timer.current
         world.heartbeat.run_folder = self.folder
         self._starts = RunStarts(self.folder)
-        self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
+        self.dump = RolloutDump(self.folder / ROLLOUTS, config.log.rollouts_every)
 
     def note_start(self, seconds: Mapping[str, float]) -> None:
         """Records how many seconds each part of this start took, including the first step."""
@@ -234,7 +236,8 @@ class Journal(Observer):
         """Writes the samples of a step to `rollouts/` if this step is due; collective."""
         if not self.dump.is_due(step):
             return
-        samples = sample_records(scored, learned, scorer, self.world)
+        pictures = SamplePictures(self.folder / ROLLOUTS)
+        samples = sample_records(scored, learned, scorer, self.world, pictures)
         with self.world.all_agree("writing samples"):
             if self.is_writer:
                 self.dump.write(step, samples)

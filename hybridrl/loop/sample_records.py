@@ -13,6 +13,7 @@ import torch
 
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
+from hybridrl.loop.sample_pictures import SamplePictures
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
@@ -23,7 +24,11 @@ LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching 
 
 
 def sample_records(
-    scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer, world: World
+    scored: ScoredBatch,
+    learned: ScoredBatch | None,
+    scorer: Scorer,
+    world: World,
+    pictures: SamplePictures | None = None,
 ) -> Iterator[dict[str, object]]:
     """Yields each sample's record on rank 0. Other ranks must iterate too.
 
@@ -40,7 +45,7 @@ def sample_records(
         trainer = collect(learned.select(known), world) if learned is not None and known else None
         part = collect(scored.select(rows), world)
         if part is not None:
-            yield from _records(part, trainer, scorer)
+            yield from _records(part, trainer, scorer, pictures)
 
 
 Key = tuple[int, int]
@@ -58,7 +63,10 @@ def _rows_by_key(batch: ScoredBatch) -> dict[Key, int]:
 
 
 def _records(
-    part: ScoredBatch, trainer: ScoredBatch | None, scorer: Scorer
+    part: ScoredBatch,
+    trainer: ScoredBatch | None,
+    scorer: Scorer,
+    pictures: SamplePictures | None,
 ) -> Iterator[dict[str, object]]:
     row_of, keys = {} if trainer is None else _rows_by_key(trainer), _keys(part)
     contexts = [prompt.text for prompt in part.prompts]
@@ -90,6 +98,8 @@ def _records(
         }
         if isinstance(answer := prompt.columns.get("answer"), str | int | float):
             record["answer"] = answer
+        if pictures is not None and (names := pictures.write(prompt.contents)):
+            record["images"] = names
         if part.sequence_B is not None:
             record["sequence"] = sequence
         if any(observed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -98,3 +99,7 @@ def test_rewards_train_on_pictures(data: Path, engine: tuple[str, ...], tmp_path
     found = records(tmp_path / "pictures-grpo")
     # Of an engine and a trainer that see the same pictures.
     assert all(step["mismatch/logprob_diff_max"] < 1e-4 for step in found)
+    folder = tmp_path / "pictures-grpo" / "rollouts"
+    samples = [json.loads(line) for line in (folder / "step_000001.jsonl").open()]
+    assert len({name for one in samples for name in one["images"]}) == 16  # one per prompt
+    assert all((folder / "images" / f"{name}.jpg").is_file() for name in samples[0]["images"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -11,9 +12,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from tiny_images import file_of
 
+from hybridrl.contracts.prompts import Content
+from hybridrl.loop.sample_pictures import SamplePictures
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
+from hybridrl.models.vision.images import FILE, IMAGE
 from hybridrl.services.report import page_data
 from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, write_report
 from hybridrl.services.report.page_data import evenly, read_run
@@ -158,6 +165,33 @@ def test_report_has_hostile_texts_as_texts_and_needs_nothing_from_outside(tmp_pa
     assert found.row("steps") == ["12"]
 
 
+def test_images_of_samples_are_small_copies_within_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, contents = make_run(tmp_path), []
+    for number, size in enumerate([(900, 300), (40, 30)]):
+        picture = Image.new("RGBA", size, (200, 0, 0, 0))
+        arrays = {FILE: np.frombuffer(file_of(picture), np.uint8)}
+        contents.append(Content(IMAGE, number, 1, f"{number}" * 64, arrays))
+    pictures = SamplePictures(run / "rollouts")
+    names = pictures.write([*contents, contents[0]])
+    assert names == ["0" * 32, "1" * 32, "0" * 32] and not list(run.rglob("*.partial"))
+    sizes = [Image.open(run / "rollouts" / "images" / f"{name}.jpg").size for name in names]
+    assert sizes == [(384, 128), (40, 30), (384, 128)]
+    (run / "rollouts" / "secret.jpg").write_bytes(b"secret")
+    hostile = ["../secret", "f" * 32, 5, None, "0" * 32 + ".jpg"]
+    dump = RolloutDump(run / "rollouts", every=10)
+    dump.write(10, [{"images": names}, {"images": hostile}, {"images": "0" * 32}])
+    page = Page(write_report(run))
+    (data,) = page.data["runs"]
+    assert data["images"].keys() == {"0" * 32, "1" * 32}
+    uri = data["images"]["1" * 32]
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (40, 30)
+    assert any("img-src data:;" in value for _, value in page.attributes)
+    monkeypatch.setattr(page_data, "MOST_IMAGE_BYTES", 100)
+    assert not read_run(run, "a").images
+
+
 def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:
     found = Page(write_report(make_run(tmp_path)))
 
@@ -167,6 +201,7 @@ def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:
 
     assert found.policy == {
         "default-src": "'none'",
+        "img-src": "data:",
         "script-src": digests(found.texts["script"][1:]),
         "style-src": digests(found.texts["style"]),
         "base-uri": "'none'",

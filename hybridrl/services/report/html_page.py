@@ -2,7 +2,7 @@
 
 Rollout texts are untrusted. Invariants: the page contains them as JSON without a "<", and its
 script inserts them as text nodes; the Content-Security-Policy allows only the package's own scripts
-and styles, by their digests; the page connects to nothing but the server that served it.
+and styles, by their digests, and images within the page; it connects only to its own server.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def content_security_policy(is_live: bool) -> str:
         "default-src": "'none'",
         "script-src": " ".join(map(_digest, _texts(SCRIPTS))),
         "style-src": " ".join(map(_digest, _texts(STYLES))),
+        "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
         **({"connect-src": "'self'"} if is_live else {}),

@@ -6,8 +6,10 @@ samples, from evenly spaced dumps.
 
 from __future__ import annotations
 
+import base64
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,9 @@ from hybridrl.metrics.values import VALIDATION, Record
 MOST_SAMPLES, MOST_DUMPS = 2000, 40
 MOST_SAMPLE_BYTES = 12 << 20
 """Maximum total size of all samples, measured as stored in the dumps."""
+MOST_IMAGE_BYTES = 12 << 20
+"""Maximum total size of the images of all samples."""
+_IMAGE_NAME = re.compile(r"[0-9a-f]{8,64}")
 DIGITS = 6
 
 
@@ -32,6 +37,7 @@ class RunData:
         config: The resolved configuration as YAML; "" if the run folder has none.
         starts: Records of the run's starts (loop/journal.py), the oldest first.
         has_finished: Whether the run folder has a summary, which is written after the last step.
+        images: Small copies of the samples' images as data URIs, by name.
         dumps: Total number of dumps, including those that are not shown.
         timelines: Phases of each rank in traced steps (loop/trace.py).
         planned_gib: Memory that `plan` predicts for each phase.
@@ -43,6 +49,7 @@ class RunData:
     starts: Sequence[Mapping[str, Any]] = ()
     has_finished: bool = False
     samples: Sequence[Mapping[str, Any]] = ()
+    images: Mapping[str, str] = field(default_factory=dict)
     dumps: int = 0
     timelines: Sequence[Mapping[str, Any]] = ()
     planned_gib: Mapping[str, float] = field(default_factory=dict)
@@ -60,6 +67,7 @@ class RunData:
             "steps": steps,
             "metrics": {name: column(self.records, name) for name in sorted(self.names)},
             "samples": list(self.samples),
+            "images": dict(self.images),
             "dumps": self.dumps,
             "timelines": list(self.timelines),
             "levels": {"memory": dict(self.planned_gib)},
@@ -96,6 +104,7 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
         [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else [],
         bool(summary),
         samples,
+        _images(folder / "rollouts" / "images", samples),
         dumps,
         [one for path in sorted(folder.glob("traces/*.phases.json")) if (one := _object(path))],
         planned_gib or {},
@@ -188,6 +197,25 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
             if isinstance(sample, dict):
                 most -= 1
                 yield _plain(sample)
+
+
+def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the images of samples as data URIs, by name, up to MOST_IMAGE_BYTES."""
+    found: dict[str, str] = {}
+    room = MOST_IMAGE_BYTES
+    for sample in samples:
+        names = sample.get("images")
+        for name in names if isinstance(names, list) else ():
+            if not isinstance(name, str) or name in found or not _IMAGE_NAME.fullmatch(name):
+                continue
+            try:
+                data = (folder / f"{name}.jpg").read_bytes()
+            except OSError:
+                continue
+            if (room := room - len(data)) < 0:
+                return found
+            found[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode('ascii')}"
+    return found
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:

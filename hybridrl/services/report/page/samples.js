@@ -16,7 +16,7 @@ function el(tag, properties = {}, ...children) {
 const Samples = (() => {
   const AT_ONCE = 50;
   const KNOWN = new Set(["sample", "prompt", "response", "reward", "finished", "step", "group", "answer",
-    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack"]);
+    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack", "images", "pictures"]);
   // Bounds of the colours, in nats: bfloat16 runs warn above 0.02, and 0.2 is a usual clip range.
   const DIFFERENCES = [0.002, 0.02, 0.2, 1];
   const SURPRISES = [0.1, 0.7, 2, 5];
@@ -108,9 +108,17 @@ const Samples = (() => {
     return el("table", { class: "facts" }, el("tbody", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, String(value))))));
   }
 
+  function picturesOf(sample) {
+    if (!isList(sample.images)) return [];
+    const shown = sample.images.map((name, i) => (sample.pictures[name]
+      ? el("img", { class: "picture", src: sample.pictures[name], alt: `image ${i + 1} of the prompt` })
+      : el("span", { class: "note" }, `image ${i + 1} is in rollouts/images`)));
+    return [el("div", { class: "pictures" }, ...shown)];
+  }
+
   function body(sample) {
     return el("div", { class: "sample-body" },
-      el("div", {}, el("div", { class: "who" }, "prompt"), el("pre", { class: "turn prompt" }, text(sample.prompt)),
+      el("div", {}, el("div", { class: "who" }, "prompt"), ...picturesOf(sample), el("pre", { class: "turn prompt" }, text(sample.prompt)),
         el("div", { class: "who" }, "response"), ...responseOf(sample)),
       facts(sample));
   }
@@ -184,7 +192,7 @@ const Samples = (() => {
   return {
     // Returns the elements that show the samples of all runs.
     make(runs) {
-      all = runs.flatMap((run, number) => run.samples.map((one) => ({ ...one, run: number, runLabel: runs.length > 1 ? run.label : "" })));
+      all = runs.flatMap((run, number) => run.samples.map((one) => ({ ...one, pictures: run.images ?? {}, run: number, runLabel: runs.length > 1 ? run.label : "" })));
       steps = [...new Set(all.map((one) => one.step))].sort((a, b) => a - b);
       if (!steps.map(String).includes(choice.step)) choice.step = "";
       list = el("div", { class: "samples" });
