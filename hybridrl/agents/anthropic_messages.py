@@ -31,11 +31,11 @@ from hybridrl.agents.conversation import (
     TOOL,
     USER,
     BadRequest,
+    ContextOverflow,
     Conversation,
     assistant,
     tool_call,
 )
-from hybridrl.agents.limits import ContextOverflow
 from hybridrl.agents.samples import Message
 
 NOT_SUPPORTED = ("container", "mcp_servers", "output_format")
@@ -213,7 +213,7 @@ def _stop_reason(answer: Answer) -> str:
 
 def _usage(answer: Answer, num_sampled: int) -> dict[str, Any]:
     return {
-        "input_tokens": len(answer.prompt) - answer.num_cached,
+        "input_tokens": answer.num_prompt - answer.num_cached,
         "cache_read_input_tokens": answer.num_cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": num_sampled,

@@ -109,7 +109,6 @@ class Answer:
         number: Name that is unique among answers, without the prefix of an API.
         created_s: Time at which the turn finished, in seconds since 1970.
         turn: The turn.
-        prompt: Tokens that the model received.
         content, reasoning: Text of the answer and of the reasoning.
         calls: Tool calls in OpenAI's form, with arguments as objects.
         finish: Why the turn ended: STOP, LENGTH or TOOL_CALLS.
@@ -120,7 +119,6 @@ class Answer:
     number: str
     created_s: int
     turn: Turn
-    prompt: tuple[int, ...]
     content: str = ""
     reasoning: str = ""
     calls: tuple[Mapping[str, Any], ...] = ()
@@ -132,6 +130,18 @@ class Answer:
     def tokens(self) -> tuple[int, ...]:
         """Sampled tokens."""
         return self.turn.completion.tokens
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens that the model received. They are not stored, because answers are kept for
+        clients that repeat a request.
+        """
+        return self.turn.tokens()[: self.num_prompt]
+
+    @property
+    def num_prompt(self) -> int:
+        """Number of tokens that the model received."""
+        return self.turn.num_tokens - len(self.tokens)
 
     @property
     def num_cached(self) -> int:

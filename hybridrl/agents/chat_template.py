@@ -16,12 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.agents.conversation import ASSISTANT, SYSTEM, USER, BadRequest, Conversation
+from hybridrl.agents.conversation import (
+    ASSISTANT,
+    SYSTEM,
+    USER,
+    BadRequest,
+    ContextOverflow,
+    Conversation,
+)
 from hybridrl.agents.samples import Message
 from hybridrl.data.text_tokens import Encode, TextTokens
 from hybridrl.errors import error_text
 
 _OPENED = re.compile(r"<think>\s*\Z")
+# If a text has more characters per token of the context, only its beginning is tokenized at first,
+# so that a file of many megabytes does not stop the endpoint for a minute. Languages have 1 to 6.
+_CHARACTERS_PER_TOKEN = 8
+# The beginning of a text may have a few tokens that the whole text merges.
+_NUM_UNSURE = 64
 _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 
@@ -88,30 +100,36 @@ class ChatTemplate:
         """Whether a token ends turns."""
         return token in self._stops
 
-    def whole(self, conversation: Conversation) -> Rendered:
+    def whole(self, conversation: Conversation, max_tokens: int) -> Rendered:
         """Returns the tokens of a new conversation.
+
+        Args:
+            max_tokens: Maximum number of tokens that the model can receive.
 
         Raises:
             TemplateError: The template rejects the messages.
+            ContextOverflow: The messages are so long that they were not tokenized to their end.
         """
         text = self.text(conversation, self.prepared(conversation.messages), opens_turn=True)
-        tokens = self._encoded(self._encoder.plain, text)
+        tokens = self._encoded(self._encoder.plain, text, max_tokens)
         return Rendered(tokens, _OPENED.search(text) is not None)
 
     def continuation(
-        self, conversation: Conversation, num_known: int, last: int | None
+        self, conversation: Conversation, num_known: int, last: int | None, max_tokens: int
     ) -> Rendered | None:
         """Returns the tokens that follow a turn.
 
         Args:
             conversation: All messages, in which message `num_known - 1` is the turn.
             last: Last token of the turn.
+            max_tokens: Maximum number of tokens that the model can receive.
 
         Returns:
             None if the template does not render the turn, so that its end cannot be found.
 
         Raises:
             TemplateError: The template rejects the messages.
+            ContextOverflow: The messages are so long that they were not tokenized to their end.
         """
         text = self.text_after(conversation, num_known)
         if text is None:
@@ -125,14 +143,15 @@ class ChatTemplate:
                 text = text[len(end) :]
             else:
                 num_dropped = 1
-        tokens = self._encoded(self._encoder.continued, text)
+        tokens = self._encoded(self._encoder.continued, text, max_tokens)
         return Rendered(tokens, _OPENED.search(text) is not None, num_dropped)
 
     def text_after(self, conversation: Conversation, num_known: int) -> str | None:
         """Returns the text that the template renders after a turn's own text, from its end token
         on; None if the template does not render the turn.
 
-        The arguments are those of `continuation`.
+        Args:
+            num_known: See `continuation`.
         """
         messages = self.prepared(conversation.messages)
         before, new = messages[: num_known - 1], messages[num_known:]
@@ -242,9 +261,16 @@ class ChatTemplate:
             return [self._harmless(one) for one in value]
         return value
 
-    def _encoded(self, encode: Encode, text: str) -> tuple[int, ...]:
+    def _encoded(self, encode: Encode, text: str, max_tokens: int) -> tuple[int, ...]:
+        longest = _CHARACTERS_PER_TOKEN * max_tokens
         try:
+            if len(text) > longest:
+                num = len(encode([text[:longest]])[0]) - _NUM_UNSURE
+                if num >= max_tokens:
+                    raise ContextOverflow(num, max_tokens, is_bound=True)
             return tuple(encode([text])[0])
+        except ContextOverflow:
+            raise
         except Exception as error:  # tokenizers have no exception class for unknown words
             reason = error_text(error, 200)
             raise TemplateError(

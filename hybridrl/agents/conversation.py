@@ -38,6 +38,26 @@ class BadRequest(Exception):
         self.message, self.field, self.code, self.status = message, field, code, status
 
 
+class ContextOverflow(BadRequest):
+    """The messages leave no room for a turn.
+
+    Args:
+        num_tokens: Number of tokens in the messages; a lower bound if `is_bound`.
+        most: Maximum number of tokens in messages and turn.
+        is_bound: Whether the messages were not tokenized to their end.
+    """
+
+    def __init__(self, num_tokens: int, most: int, is_bound: bool = False) -> None:
+        self.num_tokens, self.most = num_tokens, most
+        found = f"at least {num_tokens}" if is_bound else f"{num_tokens}"
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your messages "
+            f"resulted in {found} tokens. Please reduce the length of the messages.",
+            "messages",
+            "context_length_exceeded",
+        )
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a chat template renders.
@@ -51,6 +71,17 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def sharing(self, earlier: Conversation) -> Conversation:
+        """Returns an equal conversation that contains the objects of an earlier one where they are
+        equal. Each request repeats the whole conversation, so that memory would otherwise grow with
+        the square of the number of turns.
+        """
+        pairs = zip(self.messages, earlier.messages, strict=False)
+        same = tuple(old if old == new else new for new, old in pairs)
+        messages = same + self.messages[len(same) :]
+        tools = earlier.tools if earlier.tools == self.tools else self.tools
+        return Conversation(messages, tools, self.arguments)
 
     def digests(self) -> list[bytes]:
         """Returns digests of the beginnings of the conversation: of no message, of the first

@@ -172,6 +172,7 @@ def rendered_input(
     conversation: Conversation,
     digests: Sequence[bytes],
     match: Match | None,
+    max_context: int,
 ) -> Prepared:
     """Returns the input for a turn that answers a conversation. Renders only the messages after the
     turn that the conversation continues, unless the template does not render this turn.
@@ -179,18 +180,20 @@ def rendered_input(
     Args:
         digests: Digests of `conversation`.
         match: Turn that the conversation continues; None if it continues none.
+        max_context: Maximum number of tokens in a prompt and its turn.
 
     Raises:
         BadRequest: The chat template rejects the messages.
+        ContextOverflow: The messages are so long that they were not tokenized to their end.
     """
     rendered, parent, num_shared = None, None, 0
     if match is not None:
         parent, done = match.turn, match.turn.completion
         last = done.tokens[-1] if done.finish_reason == "stop" else None
-        rendered = template.continuation(conversation, match.num_messages, last)
+        rendered = template.continuation(conversation, match.num_messages, last, max_context)
     if parent is None or rendered is None:
         parent = None
-        rendered = template.whole(conversation)
+        rendered = template.whole(conversation, max_context)
     else:
         num_shared = parent.num_tokens - rendered.num_dropped
     return Prepared(
@@ -199,7 +202,7 @@ def rendered_input(
         num_shared=num_shared,
         opens_reasoning=rendered.opens_reasoning,
         digest=digests[-1],
-        request=conversation,
+        request=conversation.sharing(parent.request) if parent and parent.request else conversation,
     )
 
 

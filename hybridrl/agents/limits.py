@@ -5,29 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.conversation import BadRequest, ContextOverflow
 from hybridrl.agents.forest import Prepared
 from hybridrl.agents.samples import Budgets
 
 TURN_BUDGET, TOKEN_BUDGET = "turn_budget_exhausted", "token_budget_exhausted"
-
-
-class ContextOverflow(BadRequest):
-    """The messages leave no room for a turn.
-
-    Args:
-        num_tokens: Number of tokens in the messages.
-        most: Maximum number of tokens in messages and turn.
-    """
-
-    def __init__(self, num_tokens: int, most: int) -> None:
-        self.num_tokens, self.most = num_tokens, most
-        super().__init__(
-            f"This model's maximum context length is {most} tokens. However, your messages "
-            f"resulted in {num_tokens} tokens. Please reduce the length of the messages.",
-            "messages",
-            "context_length_exceeded",
-        )
 
 
 class Limits:
@@ -36,17 +18,18 @@ class Limits:
 
     Args:
         budgets: Limits of the session.
-        max_context: Maximum number of tokens in a prompt and its turn that the engine supports.
+        max_context: Maximum that the engine supports.
 
     Attributes:
-        reached: First limit because of which a turn was refused; None if no
-            turn was refused for this reason.
+        max_context: Maximum number of tokens in a prompt and its turn.
+        reached: First limit because of which a turn was refused; None if no turn was refused for
+            this reason.
     """
 
     def __init__(self, budgets: Budgets, max_context: int) -> None:
         bound = budgets.max_row_tokens
         self._budgets = budgets
-        self._max_context = max_context if bound is None else min(bound, max_context)
+        self.max_context = max_context if bound is None else min(bound, max_context)
         self._num_requested = self._num_abandoned = self._num_sampled = 0
         self.reached: Literal["turns", "tokens"] | None = None
 
@@ -62,9 +45,9 @@ class Limits:
             BadRequest: A budget is exhausted, or the messages are too long.
         """
         budgets, num = self._budgets, len(prepared.tokens)
-        if num >= self._max_context:
-            self.reached = self.reached or "tokens"
-            raise ContextOverflow(num, self._max_context)
+        if num >= self.max_context:
+            self.note_overflow()
+            raise ContextOverflow(num, self.max_context)
         num_taken = self._num_requested - self._num_abandoned
         if budgets.max_turns is not None and num_taken >= budgets.max_turns:
             self.reached = self.reached or "turns"
@@ -72,7 +55,7 @@ class Limits:
                 f"This session may take {budgets.max_turns} turns, and has taken all of them.",
                 code=TURN_BUDGET,
             )
-        limits = [self._max_context - num, max_tokens, budgets.max_turn_tokens]
+        limits = [self.max_context - num, max_tokens, budgets.max_turn_tokens]
         if budgets.max_sampled_tokens is not None:
             limits.append(budgets.max_sampled_tokens - self._num_sampled)
             if self._num_sampled >= budgets.max_sampled_tokens:
@@ -89,6 +72,10 @@ class Limits:
     def give_back(self) -> None:
         """Gives an admitted turn that was not sampled back to the turn budget."""
         self._num_abandoned += 1
+
+    def note_overflow(self) -> None:
+        """Notes that messages were refused because they are too long."""
+        self.reached = self.reached or "tokens"
 
     def note_sampled(self, num_tokens: int) -> None:
         """Counts sampled tokens."""

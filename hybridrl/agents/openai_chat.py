@@ -173,7 +173,7 @@ def _head(asked: Asked, answer: Answer, kind: str) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    num_prompt, num_sampled = len(answer.prompt), len(answer.tokens)
+    num_prompt, num_sampled = answer.num_prompt, len(answer.tokens)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,

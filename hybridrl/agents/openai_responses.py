@@ -220,7 +220,7 @@ def _items(answer: Answer) -> Iterator[dict[str, Any]]:
 def _response(asked: Asked, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
     assert asked.conversation is not None
     is_cut = answer.finish == LENGTH
-    num_prompt, num_sampled = len(answer.prompt), len(answer.tokens)
+    num_prompt, num_sampled = answer.num_prompt, len(answer.tokens)
     tools = [
         {"type": "function", "strict": None, **t["function"]} for t in asked.conversation.tools
     ]

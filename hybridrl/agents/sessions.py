@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.agents.chat_template import ChatTemplate
-from hybridrl.agents.conversation import BadRequest, Conversation, next_digest
+from hybridrl.agents.conversation import BadRequest, ContextOverflow, Conversation, next_digest
 from hybridrl.agents.forest import Forest, Prepared, Turn, rendered_input, token_input
 from hybridrl.agents.limits import Limits
 from hybridrl.agents.samples import Budgets, Message, Picker, Row, SessionResult, picked
@@ -110,13 +110,20 @@ class Session:
             BadRequest: The session has ended, a budget is exhausted, the messages are too long, or
                 the chat template rejects them.
         """
-        return self._limited(self._input(conversation), max_tokens)
+        try:
+            found = self._input(conversation)
+        except ContextOverflow:
+            with self._lock:
+                self._limits.note_overflow()
+            raise
+        return self._limited(found, max_tokens)
 
     def num_tokens(self, conversation: Conversation) -> int:
         """Returns the number of tokens that the model would receive for a conversation.
 
         Raises:
-            BadRequest: The session has ended, or the chat template rejects the messages.
+            BadRequest: The session has ended, the chat template rejects the messages, or they are
+                so much longer than the context that they were not counted.
         """
         return len(self._input(conversation).tokens)
 
@@ -191,11 +198,14 @@ class Session:
 
     def _input(self, conversation: Conversation) -> Prepared:
         assert self._template is not None
+        most = self._limits.max_context
+        if (num := len(conversation.messages)) > most:
+            raise ContextOverflow(num, most, is_bound=True)
         digests = conversation.digests()
         with self._lock:
             self._check_open()
             match = self._forest.deepest(conversation, digests)
-        return rendered_input(self._template, conversation, digests, match)
+        return rendered_input(self._template, conversation, digests, match, most)
 
     def _limited(self, prepared: Prepared, max_tokens: int | None) -> Prepared:
         """Returns the turn with its number and token limit, after checking the budgets."""

@@ -53,8 +53,10 @@ class TokenForm:
         if most is not None and len(set(stops)) > most:
             allowed = f"at most {most} tokens, because rollout.min_new_tokens is set"
             raise malformed(STOPS, list(stops), allowed)
+        # A longer list is refused because of its length, so the rest need not be checked.
+        self._token_ids(tokens[: terms.max_context], "token_ids")
         return Asked(
-            tokens=self._token_ids(tokens, "token_ids"),
+            tokens=tuple(tokens),
             max_tokens=whole_number(sampling, "max_tokens"),
             stop_strings=stop_strings(sampling, "stop", terms),
             stop_token_ids=stops,
@@ -75,7 +77,7 @@ class TokenForm:
             "logprobs": {"content": content},
             "finish_reason": LENGTH if answer.finish == LENGTH else STOP,
         }
-        num_prompt, num_sampled = len(answer.prompt), len(done.tokens)
+        num_prompt, num_sampled = answer.num_prompt, len(done.tokens)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled}
         return {
             "request_id": answer.number,

@@ -187,9 +187,7 @@ class Turns:
         finish = STOP if done.finish_reason == "stop" else LENGTH
         if asked.conversation is None:
             turn = session.commit(prepared, done)
-            return Answer(
-                number, created_s, turn, prepared.tokens, finish=finish, token_texts=texts
-            )
+            return Answer(number, created_s, turn, finish=finish, token_texts=texts)
         text = text_of_turn(self._tokenizer, done.tokens)
         seen, stop_string = _cut(text, asked.stop_strings)
         parts = self._reader.parts(
@@ -207,7 +205,6 @@ class Turns:
             number=number,
             created_s=created_s,
             turn=turn,
-            prompt=prepared.tokens,
             content=parts.content,
             reasoning=parts.reasoning,
             calls=calls,

@@ -178,3 +178,48 @@ def test_deep_nesting_and_half_characters_are_refused() -> None:
             status, answer = post(served, path, body, token)
             assert status == 400, answer
         assert len(tokenizer_of("qwen3")) > 200
+
+
+def test_only_the_beginning_of_a_text_far_longer_than_the_context_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokenizing the output of a tool of 30 MB takes a minute, in which no other session of the
+    replica would be served.
+    """
+    sessions = _sessions()
+    template = sessions.template
+    assert template is not None
+    longest, plain = [0], template._encoder.plain
+
+    def noted(texts: list[str]) -> list[list[int]]:
+        longest.append(max(map(len, texts)))
+        return plain(texts)
+
+    monkeypatch.setattr(template._encoder, "plain", noted)
+    monkeypatch.setattr(template._encoder, "continued", noted)
+    huge = Conversation(({"role": "user", "content": "the rain " * 200_000},))
+    many = Conversation(({"role": "user", "content": "a"},) * 5000)
+    for conversation in (huge, many):
+        session = sessions.open(0)
+        with pytest.raises(BadRequest, match="at least") as caught:
+            session.num_tokens(conversation)
+        assert caught.value.code == "context_length_exceeded" and session.limit is None
+        with pytest.raises(BadRequest, match="at least"):
+            session.prepare(conversation)
+        assert session.limit == "tokens" and max(longest) <= 8 * 4000
+    # Few tokens may have many characters.
+    monkeypatch.setattr(template._encoder, "plain", lambda texts: [[5] * 50] * len(texts))
+    assert len(sessions.open(0).prepare(huge).tokens) == 50
+
+
+def test_token_ids_beyond_the_context_are_refused_for_their_number() -> None:
+    with Served() as served:
+        session = served.sessions.open(0)
+        for tokens in ([1] * 9000, [1] * 8500 + ["x"]):
+            body = {"token_ids": tokens, "sampling_params": {"max_tokens": 3}}
+            status, answer = post(served, "/inference/v1/generate", body, session.token)
+            assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert session.limit == "tokens"
+        body = {"token_ids": [1, "x"], "sampling_params": {"max_tokens": 3}}
+        status, answer = post(served, "/inference/v1/generate", body, session.token)
+        assert status == 400 and answer["error"]["param"] == "token_ids"

@@ -4,6 +4,8 @@ once, and re-rendering a conversation differs from them only where the template 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
 from typing import Any
 
@@ -222,6 +224,23 @@ def test_branches_compaction_and_changed_tools_give_rows_that_train_each_token_o
         *(len(agent.sampled[number]) for number in (2, 3, 4)),
     ]
     assert result.counts["conversations"] == 3
+
+
+def test_turns_of_a_conversation_share_the_messages_that_they_repeat() -> None:
+    """Each request repeats the whole conversation: copies would need memory by the square."""
+    agent = Agent("qwen2.5")
+    messages: list[dict[str, Any]] = [SYSTEM, USER]
+    turns = []
+    for number in range(3):
+        turns.append(agent.turn(copy.deepcopy(messages), f"Answer {number}"))
+        messages += [turns[-1].message, {"role": "user", "content": f"And {number}?"}]
+    for earlier, later in itertools.pairwise(turns):
+        assert earlier.request and later.request
+        for old, new in zip(earlier.request.messages, later.request.messages, strict=False):
+            assert old is new
+        assert later.request.tools is earlier.request.tools
+    (row,) = agent.close().rows
+    assert list(row.messages) == [*messages[:-2], turns[-1].message]
 
 
 def test_a_request_continues_the_turn_whose_call_ids_it_sends() -> None:
