@@ -195,7 +195,9 @@ class Endpoint:
             message = f"The request is larger than {self._max_body_bytes} bytes."
             return self._error(request, BadRequest(message, code="request_too_large", status=413))
         except web.HTTPException as error:
-            message = f"{request.method} {request.path}: {error.reason}"
+            message = f"{request.method} {request.path[:200]}: {error.reason}"
+            if error.status == 404:
+                message += f". This endpoint has {', '.join(self._dialects)}."
             return self._error(request, BadRequest(message, status=error.status))
 
     def _error(self, request: web.Request, error: BadRequest) -> web.Response:

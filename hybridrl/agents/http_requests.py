@@ -17,7 +17,10 @@ async def json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
     Raises:
         BadRequest: The body is not a JSON object.
     """
-    raw = await request.read()
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:  # such as wrong compression
+        raise BadRequest(f"The body cannot be read: {error_text(error, 200)}") from error
     try:
         body = parse_json(raw)
     except ValueError as error:

@@ -243,7 +243,11 @@ def test_foreign_hosts_large_bodies_and_bad_json_are_refused() -> None:
         assert status == 413 and body["error"]["type"] == "request_too_large"
         for wrong in (b"{", b"[]", b"\xff", b'{"messages": NaN}'):
             assert post(served, path, wrong, token)[0] == 400
-        assert post(served, "/v1/nothing", chat("Hello"), token)[0] == 404
+        compressed = {"Content-Encoding": "gzip"}
+        status, body = post(served, path, b"not gzip", token, **compressed)
+        assert status == 400 and "cannot be read" in body["error"]["message"]
+        status, body = post(served, "/chat/completions", chat("Hello"), token)
+        assert status == 404 and f"has {path}" in body["error"]["message"]
         with pytest.raises(UserError, match="free port"):
             Served(port=served.endpoint.port).__enter__()
 
