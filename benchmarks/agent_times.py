@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from hybridrl.agents.host_process import HostProcess
+from hybridrl.agents.host import AgentHost
+from hybridrl.agents.host_pool import HostPool
 
 
 class LoopTimes:
@@ -100,16 +101,17 @@ class LoopTimes:
         self._seconds["submit"] += time.perf_counter() - began
 
     def _cpu_s(self) -> dict[str, float]:
-        """Returns the processor time of this process, of the endpoint's process, of the process of
-        the agents that used most, and of all agents together.
+        """Returns the processor time of this process, of the endpoint's processes together, and of
+        the agents' processes together.
         """
         found = {"engine_process": time.process_time()}
-        if not isinstance(self._host, HostProcess):
+        if isinstance(self._host, AgentHost):  # in this process
             return found
-        endpoint = psutil.Process(self._host.process_id)
-        agents = [_cpu_s(one) for one in endpoint.children(recursive=True)]
-        found["endpoint"] = _cpu_s(endpoint)
-        found["agents"] = sum(agents)
+        pool = self._host.process_ids if isinstance(self._host, HostPool) else ()
+        endpoints = [psutil.Process(one) for one in pool or (self._host.process_id,)]
+        agents = [child for one in endpoints for child in one.children(recursive=True)]
+        found["endpoint"] = sum(map(_cpu_s, endpoints))
+        found["agents"] = sum(map(_cpu_s, agents))
         return found
 
 

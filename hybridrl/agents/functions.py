@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -76,12 +77,26 @@ class FunctionRunner:
         self._environment = None if python is None else OwnEnvironment(python)
         make = _Worker(path, self._environment, dict(options), timeout_s, clocks, logs)
         self._workers = [make.another() for _ in range(workers)]
+        self._lock = threading.Lock()
+        self._worker_of: dict[int, _Worker] = {}  # by key of a running call
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
-        self._workers[task.key % len(self._workers)].start(task, done)
+        def ended(report: Report) -> None:
+            with self._lock:
+                self._worker_of.pop(task.key, None)
+            done(report)
+
+        with self._lock:
+            num_calls = Counter(self._worker_of.values())
+            worker = min(self._workers, key=lambda one: num_calls[one])
+            self._worker_of[task.key] = worker
+        worker.start(task, ended)
 
     def stop(self, key: int) -> None:
-        self._workers[key % len(self._workers)].stop(key)
+        with self._lock:
+            worker = self._worker_of.pop(key, None)
+        if worker is not None:
+            worker.stop(key)
 
     def close(self) -> None:
         for worker in self._workers:

@@ -106,7 +106,7 @@ class _Link:
     """
 
     def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        self._connection, self._process = connection, process
+        self.connection, self._process = connection, process
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._fault: str | None = None
 
@@ -118,7 +118,7 @@ class _Link:
         """
         content = pickle.dumps(message)
         with self._sending, self._transfer():
-            self._connection.send_bytes(content)
+            self.connection.send_bytes(content)
 
     def receive(self) -> Any:
         """Returns the next message.
@@ -127,21 +127,26 @@ class _Link:
             RuntimeError: The connection is broken.
         """
         with self._receiving, self._transfer():
-            content = self._connection.recv_bytes()
+            content = self.connection.recv_bytes()
         return pickle.loads(content)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits until there is a message, or until the connection is broken."""
-        return self._fault is not None or self._connection.poll(timeout_s)
+        return self._fault is not None or self.connection.poll(timeout_s)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connection is broken or closed."""
+        return self._fault is not None
 
     def close(self) -> None:
         """Closes the connection, also for processes that inherited a copy of it."""
         self._fault = self._fault or "the connection to the process that runs agents is closed"
         with suppress(OSError):
-            copy = socket.socket(fileno=os.dup(self._connection.fileno()))
+            copy = socket.socket(fileno=os.dup(self.connection.fileno()))
             with copy:
                 copy.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        self.connection.close()
 
     @contextmanager
     def _transfer(self) -> Iterator[None]:
@@ -208,6 +213,17 @@ class HostProcess:
         """Id of the process."""
         return self._process.pid
 
+    @property
+    def connection(self) -> Connection:
+        """Connection that becomes readable when the process sends something or ends."""
+        return self._link.connection
+
+    @property
+    def has_news(self) -> bool:
+        """Whether events were received that nobody took, or the connection is broken."""
+        received = self._arrived or self._aborted or self._finished or self._error
+        return bool(received) or self._link.is_broken
+
     def begin(self, assignment: Assignment) -> None:
         """See `AgentHost.begin`. Values of columns that are not JSON become texts."""
         columns = json.loads(json.dumps(dict(assignment.columns), default=str))
@@ -246,7 +262,7 @@ class HostProcess:
 
     def wait(self, timeout_s: float) -> None:
         """See `AgentHost.wait`."""
-        if not (self._arrived or self._aborted or self._finished or self._error):
+        if not self.has_news:
             self._link.poll(timeout_s)
 
     def sleep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ class HostSettings:
         rank: Rank whose engine samples the turns.
         replica: Number of the replica.
         num_replicas: Number of all replicas.
+        part, num_parts: Number of this process among the processes that divide the replica's
+            programs, and their number.
         task_token: Token with which programs outside of the run fetch tasks; None for a random
             token.
     """
@@ -58,6 +61,8 @@ class HostSettings:
     rank: int = 0
     replica: int = 0
     num_replicas: int = 1
+    part: int = 0
+    num_parts: int = 1
     task_token: str | None = field(default=None, repr=False)
 
 
@@ -76,7 +81,8 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
     template = None
     if getattr(settings.tokenizer, "chat_template", None):
         template = ChatTemplate(settings.tokenizer, settings.ends, settings.template_arguments)
-    sessions = Sessions(settings.terms.max_context, template)
+    request_ids = itertools.count(settings.part, settings.num_parts)
+    sessions = Sessions(settings.terms.max_context, template, request_ids)
     queue, clocks = TurnQueue(settings.terms), AgentClocks()
     reader = TurnReader.for_template(template.source if template else "", agent.tool_format)
     notes = [] if template is None else template_notes(template, reader)
@@ -106,7 +112,7 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
     if tasks is not None:
         tasks.publish(endpoint.url)
         notes.append(f"programs can fetch tasks; see {folder / 'agents'}")
-    logs = folder / "logs"
+    logs, part = folder / "logs", f"_{settings.part}" if settings.part else ""
     host = AgentHost(
         sessions=sessions,
         queue=queue,
@@ -122,7 +128,7 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
         ),
         picker=find_picker(agent),
         concurrency=agent.concurrency,
-        status_file=logs / f"rank_{settings.rank}.agents",
+        status_file=logs / f"rank_{settings.rank}{part}.agents",
     )
     return host, notes
 

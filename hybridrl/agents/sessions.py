@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -234,14 +234,20 @@ class Sessions:
     Args:
         max_context: Maximum number of tokens in a prompt and its turn.
         template: Renders messages; None if clients may send only token ids.
+        request_ids: Numbers for turns; default: from 0 on.
     """
 
-    def __init__(self, max_context: int, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        max_context: int,
+        template: ChatTemplate | None,
+        request_ids: Iterator[int] | None = None,
+    ) -> None:
         self._max_context, self.template = max_context, template
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._request_ids = itertools.count()
+        self._request_ids = itertools.count() if request_ids is None else request_ids
         self._on_close: list[Any] = []
 
     def __len__(self) -> int:

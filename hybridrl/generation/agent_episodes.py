@@ -24,6 +24,7 @@ from typing import Any
 
 from hybridrl.agents.backend import TurnRequest
 from hybridrl.agents.host import AgentHost, Assignment, Finished
+from hybridrl.agents.host_pool import HostPool
 from hybridrl.agents.host_process import HostProcess
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError, error_text, failure_text
@@ -33,7 +34,7 @@ from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.outcome import WHERE
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
-Host = AgentHost | HostProcess
+Host = AgentHost | HostProcess | HostPool
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
 # With this many requests in the engine, new requests are passed to it in every second engine step,

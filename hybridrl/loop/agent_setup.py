@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.backend import SamplingTerms
+from hybridrl.agents.host_pool import HostPool, num_processes
 from hybridrl.agents.host_process import CannotMove, HostProcess
 from hybridrl.agents.host_settings import HostSettings, make_host
 from hybridrl.agents.tasks import take_token
@@ -50,7 +52,8 @@ def make_agent_episodes(
         check_hosts(config.agent, world.num_hosts)
         if replica.is_first:
             settings = _settings(config, world.rank, replica, tokenizer, ends, vocab_size)
-            host, agreement.value = _host(settings)
+            num_cores = len(os.sched_getaffinity(0)) * world.num_hosts // world.size
+            host, agreement.value = _host(settings, num_processes(config.agent, num_cores))
         elif config.agent.server:
             take_token()
     for note in next((notes for notes in agreement.values if notes), ()):
@@ -82,10 +85,14 @@ def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
         )
 
 
-def _host(settings: HostSettings) -> tuple[Host, list[str]]:
+def _host(settings: HostSettings, num_processes: int) -> tuple[Host, list[str]]:
     """Returns the host of this rank's replica, and notes for the user."""
+    host: HostProcess | HostPool
     try:
-        host = HostProcess(settings)
+        if num_processes == 1:
+            host = HostProcess(settings)
+        else:
+            host = HostPool.start(settings, num_processes)
     except CannotMove as error:
         found, notes = make_host(replace(settings, tokenizer=_copied(settings.tokenizer, error)))
         note = "the endpoint slows the engine, because it runs in the same process: the tokenizer "

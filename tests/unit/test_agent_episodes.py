@@ -263,8 +263,9 @@ def test_a_tokenizer_that_cannot_be_copied_is_named(tmp_path: Path) -> None:
         template_arguments={},
         run_folder=tmp_path,
     )
-    with pytest.raises(UserError, match=r"model\.tokenizer.*cannot pickle '_thread.lock'"):
-        _host(settings)
+    for num_processes in (1, 2):
+        with pytest.raises(UserError, match=r"model\.tokenizer.*cannot pickle '_thread.lock'"):
+            _host(settings, num_processes)
 
 
 def fails(*_: Any) -> None:

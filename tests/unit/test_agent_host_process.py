@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from chat_tokenizers import byte_tokenizer
 from hybridrl.agents import host_process
 from hybridrl.agents.backend import Arrivals, SamplingTerms, TurnRequest
 from hybridrl.agents.host import Assignment, Finished
+from hybridrl.agents.host_pool import HostPool, num_processes, settings_of_parts
 from hybridrl.agents.host_process import (
     CLOSE_S,
     CannotMove,
@@ -57,7 +59,7 @@ def settings_of(folder: Path, function: str, tokenizer: Any = None) -> HostSetti
 class Engine:
     """Answers turns with known tokens."""
 
-    def __init__(self, host: HostProcess) -> None:
+    def __init__(self, host: HostProcess | HostPool) -> None:
         self.host = host
         self.turns: dict[int, list[tuple[TurnRequest, Completion]]] = {}  # by episode
         self.held: list[TurnRequest] = []
@@ -128,7 +130,77 @@ def test_a_host_in_another_process_returns_what_was_sampled(tmp_path: Path) -> N
     assert not process.is_running()
 
 
-def _arrivals(host: HostProcess) -> tuple[TurnRequest, ...]:
+def test_several_processes_divide_the_episodes(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "own_agents:branching")
+    agent = settings.agent.model_copy(update={"concurrency": 3, "workers": 2})
+    pool = HostPool.start(replace(settings, agent=agent), 2)
+    try:
+        processes, engine = [psutil.Process(one) for one in pool.process_ids], Engine(pool)
+        assert len({one.pid for one in processes}) == 2
+        pool.wake(is_evaluation=False)
+        for key in range(5):
+            pool.begin(Assignment(key, 0, key, "2+2=", {}))
+        found = sorted(engine.play(4, holds=4), key=lambda one: one.key)
+        assert [(one.key, one.reward) for one in found] == [(k, float(k % 2)) for k in range(4)]
+        for one in found:
+            turns = engine.turns[one.key]
+            assert {turn.request_id % 2 for turn, _ in turns} == {one.key % 2}
+            sampled = Counter(token for _, done in turns for token in done.tokens)
+            rows = one.result.rows
+            pairs = [pair for row in rows for pair in zip(row.tokens, row.observed, strict=True)]
+            assert Counter(token for token, is_observed in pairs if not is_observed) == sampled
+        numbers = [turn.request_id for turns in engine.turns.values() for turn, _ in turns]
+        assert len({*numbers}) == 20
+        assert len(list((tmp_path / "logs").glob("rank_0*.agents"))) == 2
+        (turn,) = engine.held or _arrivals(pool)
+        pool.finish([Completion(turn.request_id, (60, 2), (-1.0, -1.0), "stop", 7)])
+        (turn,) = _arrivals(pool)
+        assert pool.versions([1, 4]) == {4: Counter({7: 2})}
+        pool.sleep()
+        pool.abort(turn.request_id)
+        (turn,) = _arrivals(pool)
+        assert turn.sample_key == 4
+        pool.end(4)
+        assert pool.versions([4]) == {}
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="ended with exit code -9"):
+            while time.monotonic() < began + 20:
+                pool.wait(1.0)
+                pool.take()
+    finally:
+        pool.close()
+    assert not any(one.is_running() for one in processes)
+
+
+def test_an_error_of_one_process_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"agent\.function"):
+        HostPool.start(settings_of(tmp_path, "own_agents:nothing_there"), 2)
+    assert not [one for one in psutil.Process().children() if "host_process" in str(one.cmdline())]
+
+
+def test_processes_follow_from_programs_and_cores() -> None:
+    def number(num_cores: int, **agent: Any) -> int:
+        return num_processes(AgentConfig(**agent), num_cores)
+
+    many = {"function": "a:b", "concurrency": 256, "workers": 8}
+    assert [number(cores, **many) for cores in (2, 8, 16, 64)] == [1, 2, 4, 4]
+    assert number(64, **{**many, "concurrency": 65}) == 2
+    assert number(64, **{**many, "workers": 3}) == 3
+    assert number(64, **{**many, "port": 5000}) == 1
+    assert number(64, command=["x"], concurrency=256) == 4
+    assert number(64, server=True, concurrency=256) == 1
+    parts = settings_of_parts(settings_of(Path(), "a:b"), 3)
+    shares = [(one.agent.concurrency, one.agent.workers, one.part) for one in parts]
+    whole = AgentConfig(function="a:b").concurrency
+    assert sum(share[0] for share in shares) == whole and [s[1:] for s in shares] == [
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
+
+
+def _arrivals(host: HostProcess | HostPool) -> tuple[TurnRequest, ...]:
     until = time.monotonic() + 30
     while not (found := host.take().requests):
         assert time.monotonic() < until
@@ -161,7 +233,7 @@ def test_a_process_ends_with_its_programs_when_the_rank_closes_it(tmp_path: Path
     ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)  # type: ignore[index]
     assert not ignored & 1 << signal.SIGTERM - 1
     host.versions([])  # still answers
-    inherited = os.dup(host._link._connection.fileno())  # as in a process forked from the rank
+    inherited = os.dup(host._link.connection.fileno())  # as in a process forked from the rank
     try:
         began = time.monotonic()
         host.close()
