@@ -40,6 +40,8 @@ from typing import Any
 
 from agent_times import LoopTimes, shown
 
+from hybridrl.generation.admission import Admission
+
 QUESTION = "Question {turn} of {sample}: in Oslo?"  # a token per byte
 CHATML = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -116,7 +118,7 @@ def measure(trainer: Any, arguments: argparse.Namespace) -> None:
     prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
     times = LoopTimes(trainer.sampler.engine, trainer.sampler.episodes)
     found: dict[str, list[Any]] = {}
-    by_events: dict[int, dict[str, float]] = {}
+    by_cost: dict[float, dict[str, float]] = {}
     step = itertools.count(10**6)
 
     def is_late() -> bool:
@@ -124,14 +126,13 @@ def measure(trainer: Any, arguments: argparse.Namespace) -> None:
 
     def sweep() -> None:
         episodes = trainer.sampler.episodes
-        usual = episodes._steps_between_events
-        for number in arguments.events:
-            episodes._steps_between_events = lambda number=number: number
-            by_events[number] = play(trainer, "lean", prompts, next(step), times, arguments)
-            print(f"lean, {number} steps between events: {by_events[number]}", flush=True)
+        for cost in arguments.costs:
+            episodes._admission = Admission(cost)
+            by_cost[cost] = play(trainer, "lean", prompts, next(step), times, arguments)
+            print(f"lean, cost {cost:g}: {by_cost[cost]}", flush=True)
             if is_late():
                 break
-        episodes._steps_between_events = usual
+        episodes._admission = Admission()
 
     for repeat in range(arguments.repeats + 1):
         for way in arguments.ways:
@@ -141,7 +142,7 @@ def measure(trainer: Any, arguments: argparse.Namespace) -> None:
                 found.setdefault(way, []).append(one)
         if repeat == 1:
             sweep()
-        write(found, by_events, arguments)
+        write(found, by_cost, arguments)
         if is_late():
             break
     for way in ("plain", "lean") if arguments.profile else ():
@@ -166,7 +167,7 @@ def play(
         prompt.columns["client"] = way
     times.begin()
     if way == "turns":
-        num_tokens = play_turns(trainer, prompts, step, episodes._steps_between_events, arguments)
+        num_tokens = play_turns(trainer, step, arguments)
         taken = times.end()
     else:
         sampler.episodes = episodes if way in AGENT_WAYS else None
@@ -182,9 +183,7 @@ def play(
     return {"tokens_per_s": round(num_tokens / taken["seconds"]), **shown(taken)}
 
 
-def play_turns(
-    trainer: Any, prompts: Sequence[Any], step: int, events: Any, arguments: argparse.Namespace
-) -> int:
+def play_turns(trainer: Any, step: int, arguments: argparse.Namespace) -> int:
     """Has the agents' conversations without agents. Returns the number of sampled tokens."""
     from hybridrl.rollout.engine import Request, request_seed
 
@@ -205,20 +204,22 @@ def play_turns(
 
     engine.submit([request(sample) for sample in range(num_sessions)])
     waiting: list[int] = []
-    num_steps = 0
+    num_running, admission = num_sessions, Admission()
     while num_done < num_sessions:
         engine.step()
         for done in engine.collect():
             sample = (done.request_id - step * 10**4) % num_sessions
             held[sample] += done.tokens
             num_tokens += len(done.tokens)
+            num_running -= 1
+            admission.note_lengths([len(done.tokens)])
             if num_turns[sample] < arguments.turns:
                 waiting.append(sample)
             else:
                 num_done += 1
-        num_steps += 1
-        if waiting and (num_steps % events() == 0 or not engine.has_unfinished):
+        if admission.is_due(len(waiting), num_running, 1):
             engine.submit([request(sample) for sample in waiting])
+            num_running += len(waiting)
             waiting = []
     check(num_sessions, num_tokens, "turns", arguments)
     return num_tokens
@@ -242,7 +243,7 @@ def _lengthened(tokenizer: Any, prompt: Any, turns: int) -> Any:
 
 def write(
     found: dict[str, list[Any]],
-    by_events: dict[int, dict[str, float]],
+    by_cost: dict[float, dict[str, float]],
     arguments: argparse.Namespace,
 ) -> None:
     """Writes and prints the medians, and writes all repeats."""
@@ -261,11 +262,9 @@ def write(
         "share_of_plain": {
             way: round(rate / rates["plain"], 3) for way, rate in rates.items() if "plain" in rates
         },
-        "tokens_per_s_by_steps_between_events": {
-            number: one["tokens_per_s"] for number, one in by_events.items()
-        },
+        "tokens_per_s_by_cost": {cost: one["tokens_per_s"] for cost, one in by_cost.items()},
         "repeats": found,
-        "by_steps_between_events": by_events,
+        "by_cost": by_cost,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(dict([*result.items()][:-2])), flush=True)
@@ -346,12 +345,11 @@ def parse(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes of the agents")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
-        "--events",
-        type=int,
+        "--costs",
+        type=float,
         nargs="*",
         default=[],
-        metavar="STEPS",
-        help="engine steps between two exchanges of requests, to compare with the usual rule",
+        help="costs of a step in which requests begin, to compare with the usual one",
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY")
     parser.add_argument(

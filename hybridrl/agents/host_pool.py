@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import wait
 
 from hybridrl.agents.backend import Arrivals
 from hybridrl.agents.host import Assignment, Finished
-from hybridrl.agents.host_process import HostProcess
+from hybridrl.agents.host_process import HostProcess, wait_for
 from hybridrl.agents.host_settings import HostSettings
 from hybridrl.config.agent import AgentConfig
 from hybridrl.rollout.engine import Completion
@@ -72,6 +71,8 @@ class HostPool:
 
     def take(self) -> Arrivals:
         """See `AgentHost.take`."""
+        if not self._has_news() and not wait_for([host.connection for host in self._hosts]):
+            return Arrivals()
         found = [host.take() for host in self._hosts]
         return Arrivals(
             tuple(turn for one in found for turn in one.requests),
@@ -95,8 +96,8 @@ class HostPool:
 
     def wait(self, timeout_s: float) -> None:
         """See `AgentHost.wait`."""
-        if not any(host.has_news for host in self._hosts):
-            wait([host.connection for host in self._hosts], timeout_s)
+        if not self._has_news():
+            wait_for([host.connection for host in self._hosts], timeout_s)
 
     def sleep(self) -> None:
         """See `AgentHost.sleep`."""
@@ -122,6 +123,9 @@ class HostPool:
 
     def _of(self, number: int) -> HostProcess:
         return self._hosts[number % len(self._hosts)]
+
+    def _has_news(self) -> bool:
+        return any(host.has_news for host in self._hosts)
 
     def _each(self, call: Callable[[HostProcess], None]) -> None:
         for host in self._hosts:

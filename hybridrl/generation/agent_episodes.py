@@ -28,6 +28,7 @@ from hybridrl.agents.host_pool import HostPool
 from hybridrl.agents.host_process import HostProcess
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError, error_text, failure_text
+from hybridrl.generation.admission import Admission
 from hybridrl.generation.responses import AgentResponse, AgentSequence, End, OpenAgent
 from hybridrl.parallel import progress
 from hybridrl.parallel.replica import ReplicaGroup
@@ -37,11 +38,8 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 Host = AgentHost | HostProcess | HostPool
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
-# With this many requests in the engine, new requests are passed to it in every second engine step,
-# with twice as many in every third, and so on up to MAX_STEPS. A step in which a request begins
-# takes up to twice as long as others, because the engine cannot replay its graph of a whole step.
-REQUESTS_PER_STEP = 32
-MAX_STEPS = 8
+# Engine steps between exchanges of events among several ranks. A broadcast takes about 0.1 ms.
+STEPS_BETWEEN_BROADCASTS = 4
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
 # Failures of episodes that reached a limit before a turn had finished.
 EARLY_LIMITS = {
@@ -142,8 +140,11 @@ class AgentEpisodes:
         self._owners: dict[int, int] = {}
         self._stopped: tuple[int, ...] = ()
         self._num_steps = 0  # since events were last exchanged
+        self._most_steps = 1 if replica.num_ranks == 1 else STEPS_BETWEEN_BROADCASTS
         # On the first rank only.
-        self._held: list[TurnRequest] = []  # arrived while an evaluation uses the engine
+        self._admission = Admission()
+        # Arrived while an evaluation uses the engine, or wait for others.
+        self._held: list[TurnRequest] = []
         self._ended: list[Finished] = []  # of training, while an evaluation uses the engine
         self._last_turns: dict[int, _LastTurn] = {}  # by request
         self._last_numbers = itertools.count(-1, -1)  # turns of programs have numbers from 0 on
@@ -217,20 +218,21 @@ class AgentEpisodes:
             return [], []
         turns = [done for done in completions if done.request_id >= 0]
         if self._host is not None and turns:
+            self._admission.note_lengths(len(done.tokens) for done in turns)
             with self._noted_error():
                 self._host.finish(turns)
         for done in completions:
             self._owners.pop(done.request_id, None)
         self._num_steps += 1
         is_due = blocks or len(turns) < len(completions)
-        if not is_due and self._num_steps < self._steps_between_events():
+        if not is_due and self._num_steps < self._most_steps:
             return [], []
-        self._num_steps = 0
+        num_steps, self._num_steps = self._num_steps, 0
         news = _News()
         if self._host is not None:
             last = [done for done in completions if done.request_id < 0]
             with self._noted_error():
-                news = self._collected(self._host, last, blocks)
+                news = self._collected(self._host, last, blocks, num_steps)
             if self._error is not None:
                 news = _News(error=_sendable(self._error))
         news = self._replica.broadcast_object(news)
@@ -358,16 +360,15 @@ class AgentEpisodes:
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
 
-    def _steps_between_events(self) -> int:
-        """Returns the number of engine steps from one exchange of events to the next."""
-        num_in_engine = len(self._owners.keys() - self._paused.keys())
-        return min(MAX_STEPS, 1 + num_in_engine // REQUESTS_PER_STEP)
-
-    def _collected(self, host: Host, last: Sequence[Completion], blocks: bool) -> _News:
+    def _collected(
+        self, host: Host, last: Sequence[Completion], blocks: bool, num_steps: int
+    ) -> _News:
         """Returns the events since the last call. Called on the first rank of the replica.
 
         Args:
             last: Completions of `_last_turn` requests.
+            blocks: See `advance`. The engine is then empty.
+            num_steps: Number of engine steps since the last call.
         """
         responses = []
         for done in last:
@@ -391,8 +392,9 @@ class AgentEpisodes:
                 requests.append((episode.key, self._last_turn(episode, finished)))
         over = {key for key, _ in responses} | {one.key for one in self._last_turns.values()}
         held, self._held = [*self._held, *arrivals.requests], []
+        own: list[tuple[_Episode, TurnRequest]] = []
         for turn in held:
-            if turn.request_id in arrivals.aborted:  # its program went away during an evaluation
+            if turn.request_id in arrivals.aborted:  # its program went away in the meantime
                 continue
             episode = self._open.get(turn.sample_key)
             if episode is None or episode.key in over:
@@ -400,7 +402,12 @@ class AgentEpisodes:
             elif episode.is_evaluation != self._is_evaluation:
                 self._held.append(turn)
             else:
-                requests.append((episode.key, self._request(episode, turn)))
+                own.append((episode, turn))
+        num_in_engine = len(self._owners) - len(self._paused)
+        if blocks or self._admission.is_due(len(own), num_in_engine, num_steps):
+            requests += [(episode.key, self._request(episode, turn)) for episode, turn in own]
+        else:
+            self._held += [turn for _, turn in own]
         # Turns of an episode that ended are stopped now, because their aborts may arrive later than
         # the last call of the round.
         unwanted = {*arrivals.aborted}

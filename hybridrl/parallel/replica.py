@@ -34,7 +34,7 @@ class ReplicaGroup:
         self._heartbeat = heartbeat
         place = layout.assignment[rank]
         self.number = None if place is None else place[0]
-        self.num_replicas = layout.replicas
+        self.num_replicas, self.num_ranks = layout.replicas, layout.tp
         self.is_first = place is not None and place[1] == 0
         self._group: dist.ProcessGroup | None = None
         if layout.tp == 1:

@@ -38,6 +38,8 @@ SAMPLING = SamplingParams(max_new_tokens=40, min_new_tokens=8, stop_token_ids=(3
 class Link:
     """Stands in for a replica of two ranks in one process: the first rank is called first."""
 
+    num_ranks = 1  # so that each step exchanges events
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
@@ -47,6 +49,8 @@ class Link:
 
 
 class Follower:
+    num_ranks = 1
+
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -119,33 +123,40 @@ def test_a_turn_shorter_than_the_minimum_lowers_the_minimum(tmp_path: Path) -> N
     assert sorted(lengths) == [(1, 1), (5, 5), (8, 20)]
 
 
-def test_with_many_requests_new_ones_begin_together(tmp_path: Path) -> None:
+def test_with_many_requests_new_ones_wait_for_each_other(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.start(2)
     numbers = [replica.request() for _ in range(70)]
-    assert len(replica.advance()[1]) == 70
+    assert len(replica.advance()[1]) == 70  # at the beginning, the engine is empty
     numbers.append(replica.request())
-    assert replica.advance() == ([], [], [])  # the engine steps three times before it gets more
-    done = [completion(number) for number in numbers[:10]]  # fewer requests, so every second step
-    assert [one.request_id for one in replica.advance(*done)[1]] == numbers[-1:]
-    in_engine = {n: Request(n, (1, 2), 0, SAMPLING) for n in numbers[10:]}
+    assert replica.advance() == ([], [], [])
+    done = [completion(number) for number in numbers[:60]]
+    later = [replica.request() for _ in range(60)]
+    steps = [[one.request_id for one in replica.advance(*done)[1]]]
+    replica.host.abort(later[0])  # it waits in the rank
+    while not steps[-1]:
+        steps.append([one.request_id for one in replica.advance()[1]])
+    # 60 or 61 of about 71 requests wait: after 5 steps, they have lost more than 3.5 steps.
+    assert len(steps) == 5 and steps[-1] == [numbers[-1], *later[1:]]
+    held = replica.request()
+    assert replica.advance() == ([], [], [])
+    in_engine = {n: Request(n, (1, 2), 0, SAMPLING) for n in [*numbers[60:], *later[1:]]}
     for rank in (replica.first, replica.second):
         rank.leave_engine(in_engine)
         rank.start_round(is_evaluation=True)
         rank.begin(-1, 0, PROMPT, SAMPLING)
-    number = replica.request(key=2)  # at once, because the requests of training are paused
+    number = replica.request(key=2)  # now, because the requests of training are paused
     assert [one.request_id for one in replica.advance()[1]] == [number]
     for rank in (replica.first, replica.second):
-        assert len(rank.start_round(False, [0, 1])) == 61
+        assert len(rank.start_round(False, [0, 1])) == len(in_engine)
     number = replica.request()
     responses, requests = replica.first.advance((), blocks=True)  # the engine has no work
-    assert [one.request_id for one in requests] == [number] and not responses
+    assert [one.request_id for one in requests] == [held, number] and not responses
     assert replica.second.advance((), True) == (responses, requests)
     replica.runner.done[1](Report(1.0))  # without a turn
-    replica.advance()
-    (request,) = replica.advance()[1]
+    (request,) = replica.advance()[1]  # a beginning that does not wait
     assert request.request_id < 0 and request.sampling.max_new_tokens == 1
-    (response,) = replica.advance(completion(request.request_id))[0]  # not two steps later
+    (response,) = replica.advance(completion(request.request_id))[0]
     assert response.is_substitute
 
 
