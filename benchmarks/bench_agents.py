@@ -53,10 +53,11 @@ AGENT_WAYS = ("lean", "openai")
 WAYS = ("plain", "long", "turns", *AGENT_WAYS)
 
 
-async def talk(task: Any, turns: int, turn_tokens: int) -> float:
-    """Has a conversation of several turns; the agent that is measured. The data's column `client`
-    says with which client.
+async def talk(task: Any, turns: int, turn_tokens: int | None = None) -> float:
+    """Has a conversation of several turns; the agent that is measured. The data's columns `client`
+    and `turn_tokens` say with which client, and how long turns are.
     """
+    turn_tokens = turn_tokens or task.columns["turn_tokens"]
     ask = _ask_openai(task) if task.columns.get("client", "openai") == "openai" else _ask_lean(task)
     messages: list[dict[str, str]] = []
     for turn in range(turns):
@@ -114,43 +115,103 @@ def measure(trainer: Any, arguments: argparse.Namespace) -> None:
     """Measures until all repeats are done or the time is over, and writes the result after each
     repeat.
     """
-    began = time.perf_counter()
-    prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
-    times = LoopTimes(trainer.sampler.engine, trainer.sampler.episodes)
-    found: dict[str, list[Any]] = {}
-    by_cost: dict[float, dict[str, float]] = {}
-    step = itertools.count(10**6)
+    bench = Bench(trainer, arguments)
+    bench.repeat(0, arguments.turn_tokens[0])
+    for way in ("plain", "lean") if arguments.profile else ():
+        bench.profile(way)
+    for number in range(1, arguments.repeats + 1):
+        for turn_tokens in arguments.turn_tokens:
+            if not bench.is_late:
+                bench.repeat(number, turn_tokens)
+        if number == 1:
+            bench.compare_costs()
 
-    def is_late() -> bool:
-        return time.perf_counter() - began > arguments.max_s
 
-    def sweep() -> None:
-        episodes = trainer.sampler.episodes
-        for cost in arguments.costs:
-            episodes._admission = Admission(cost)
-            by_cost[cost] = play(trainer, "lean", prompts, next(step), times, arguments)
-            print(f"lean, cost {cost:g}: {by_cost[cost]}", flush=True)
-            if is_late():
+class Bench:
+    """Plays sessions, and keeps their times.
+
+    Args:
+        trainer: Trainer whose engine is awake.
+    """
+
+    def __init__(self, trainer: Any, arguments: argparse.Namespace) -> None:
+        self._trainer, self._arguments = trainer, arguments
+        self._began, self._step = time.perf_counter(), itertools.count(10**6)
+        self._prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
+        self._times = LoopTimes(trainer.sampler.engine, trainer.sampler.episodes)
+        self._found: dict[int, dict[str, list[dict[str, float]]]] = {}
+        self._by_cost: dict[float, dict[str, float]] = {}
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() - self._began > self._arguments.max_s
+
+    def repeat(self, number: int, turn_tokens: int) -> None:
+        """Plays all ways once with turns of a length; number 0 warms up."""
+        for way in self._arguments.ways:
+            one = self.play(way, turn_tokens)
+            name = f"repeat {number}" if number else "warm-up"
+            print(f"{way}, {turn_tokens} tokens, {name}: {one}", flush=True)
+            if number:
+                self._found.setdefault(turn_tokens, {}).setdefault(way, []).append(one)
+            if number and self.is_late:
                 break
+        self._write()
+
+    def compare_costs(self) -> None:
+        """Plays lean agents with other costs of a step in which requests begin."""
+        episodes = self._trainer.sampler.episodes
+        for cost in self._arguments.costs:
+            if self.is_late:
+                break
+            episodes._admission = Admission(cost)
+            one = self._by_cost[cost] = self.play("lean", self._arguments.turn_tokens[0])
+            print(f"lean, cost {cost:g}: {one}", flush=True)
+            self._write()
         episodes._admission = Admission()
 
-    for repeat in range(arguments.repeats + 1):
-        for way in arguments.ways:
-            one = play(trainer, way, prompts, next(step), times, arguments)
-            print(f"{way}, {f'repeat {repeat}' if repeat else 'warm-up'}: {one}", flush=True)
-            if repeat:
-                found.setdefault(way, []).append(one)
-        if repeat == 1:
-            sweep()
-        write(found, by_cost, arguments)
-        if is_late():
-            break
-    for way in ("plain", "lean") if arguments.profile else ():
+    def profile(self, way: str) -> None:
+        """Prints where the engine's process spends its time."""
         profile = cProfile.Profile()
-        profile.runcall(play, trainer, way, prompts, next(step), times, arguments)
+        profile.runcall(self.play, way, self._arguments.turn_tokens[0])
         for order in ("tottime", "cumulative"):
             print(f"{way}, by {order}:")
-            pstats.Stats(profile, stream=sys.stdout).sort_stats(order).print_stats(50)
+            pstats.Stats(profile, stream=sys.stdout).sort_stats(order).print_stats(60)
+        sys.stdout.flush()
+
+    def play(self, way: str, turn_tokens: int) -> dict[str, float]:
+        """Generates all tokens in one way. Returns its times."""
+        arguments = argparse.Namespace(**{**vars(self._arguments), "turn_tokens": turn_tokens})
+        return play(self._trainer, way, self._prompts, next(self._step), self._times, arguments)
+
+    def _write(self) -> None:
+        cases = []
+        for turn_tokens, repeats in self._found.items():
+            rates = {
+                way: statistics.median(one["tokens_per_s"] for one in found)
+                for way, found in repeats.items()
+            }
+            shares = {
+                way: round(rate / rates["plain"], 3)
+                for way, rate in rates.items()
+                if "plain" in rates
+            }
+            cases.append(
+                {"turn_tokens": turn_tokens, "tokens_per_s": rates, "share_of_plain": shares}
+            )
+        result = {
+            "benchmark": "agents",
+            "model": self._arguments.model.stem,
+            "sessions": self._arguments.sessions,
+            "turns": self._arguments.turns,
+            "workers": self._arguments.workers,
+            "cases": cases,
+            "tokens_per_s_by_cost": {c: one["tokens_per_s"] for c, one in self._by_cost.items()},
+        }
+        print(json.dumps(result), flush=True)
+        result |= {"repeats": self._found, "by_cost": self._by_cost}
+        self._arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def play(
@@ -164,7 +225,9 @@ def play(
     """Generates all tokens in one way. Returns its times."""
     sampler, episodes = trainer.sampler, trainer.sampler.episodes
     for prompt in prompts:
-        prompt.columns["client"] = way
+        prompt.columns["client"], prompt.columns["turn_tokens"] = way, arguments.turn_tokens
+    num_sampled = arguments.turns * arguments.turn_tokens
+    sampling = replace(sampler.sampling, max_new_tokens=num_sampled)
     times.begin()
     if way == "turns":
         num_tokens = play_turns(trainer, step, arguments)
@@ -173,7 +236,7 @@ def play(
         sampler.episodes = episodes if way in AGENT_WAYS else None
         if way == "long":
             prompts = [_lengthened(trainer.tokenizer, one, arguments.turns) for one in prompts]
-        batch = sampler.generate(prompts, step=step)
+        batch = sampler.generate(prompts, step=step, sampling=sampling)
         taken = times.end()
         num_tokens = int(batch.response_mask_T.sum())
         check(batch.num_samples, num_tokens, way, arguments)
@@ -241,35 +304,6 @@ def _lengthened(tokenizer: Any, prompt: Any, turns: int) -> Any:
     return replace(prompt, tokens=prompt.tokens + tokens[len(prompt.tokens) :])
 
 
-def write(
-    found: dict[str, list[Any]],
-    by_cost: dict[float, dict[str, float]],
-    arguments: argparse.Namespace,
-) -> None:
-    """Writes and prints the medians, and writes all repeats."""
-    rates = {
-        way: statistics.median(one["tokens_per_s"] for one in repeats)
-        for way, repeats in found.items()
-    }
-    result = {
-        "benchmark": "agents",
-        "model": arguments.model.stem,
-        "sessions": arguments.sessions,
-        "turns": arguments.turns,
-        "turn_tokens": arguments.turn_tokens,
-        "workers": arguments.workers,
-        "tokens_per_s": rates,
-        "share_of_plain": {
-            way: round(rate / rates["plain"], 3) for way, rate in rates.items() if "plain" in rates
-        },
-        "tokens_per_s_by_cost": {cost: one["tokens_per_s"] for cost, one in by_cost.items()},
-        "repeats": found,
-        "by_cost": by_cost,
-    }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(dict([*result.items()][:-2])), flush=True)
-
-
 def check(num_sequences: int, num_tokens: int, way: str, arguments: argparse.Namespace) -> None:
     """Ends the benchmark unless every session has sampled its tokens in one conversation."""
     full = arguments.sessions * arguments.turns * arguments.turn_tokens
@@ -285,7 +319,7 @@ def make_trainer(arguments: argparse.Namespace) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="bench-agents-"))
     shapes = json.loads(arguments.model.read_text())
     make_tokenizer(shapes["vocab_size"], folder / "tokenizer")
-    num_sampled = arguments.turns * arguments.turn_tokens
+    num_sampled = arguments.turns * max(arguments.turn_tokens)
     config = {
         "run": {"name": "bench", "dir": str(folder)},
         "model": {
@@ -299,7 +333,7 @@ def make_trainer(arguments: argparse.Namespace) -> Any:
         "data": {"max_prompt_tokens": QUESTION_TOKENS * arguments.turns},
         "agent": {
             "function": "bench_agents:talk",
-            "options": {"turns": arguments.turns, "turn_tokens": arguments.turn_tokens},
+            "options": {"turns": arguments.turns},
             "concurrency": arguments.sessions,
             "workers": arguments.workers,
             "log_steps": 0,
@@ -341,7 +375,7 @@ def parse(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--turn-tokens", type=int, default=128)
+    parser.add_argument("--turn-tokens", type=int, nargs="+", default=[128])
     parser.add_argument("--workers", type=int, default=8, help="processes of the agents")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
@@ -352,9 +386,7 @@ def parse(texts: Sequence[str] | None = None) -> argparse.Namespace:
         help="costs of a step in which requests begin, to compare with the usual one",
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], metavar="WAY")
-    parser.add_argument(
-        "--max-s", type=float, default=600.0, help="nothing but the profile begins later"
-    )
+    parser.add_argument("--max-s", type=float, default=600.0, help="no repeat begins later")
     parser.add_argument("--profile", action="store_true", help="print a profile at the end")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     return parser.parse_args(texts)
