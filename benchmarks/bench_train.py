@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, help="of the model; all unless told")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--passes", default="logprobs,update,parts", help="what is timed")
+    parser.add_argument("--passes", default="logprobs,update,parts,copies", help="what is timed")
     parser.add_argument("--tails", action="store_true", help="also lengths with a long tail")
     parser.add_argument("--profile", action="store_true", help="also tells where the time goes")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")

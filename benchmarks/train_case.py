@@ -215,6 +215,7 @@ class Case(CaseRecord):
             self.result["shared_difference"] = away
         inputs = model.plan(batch).inputs
         self.result["shared_positions"] = [one.whole.num_positions for one in inputs]
+        self.result["two_calls"] = model.prompt_calls.uses_two, model.prompt_calls.said
         found = {"shared": self.attempt_both(batch, "shared")}
         if logps_T is not None:
             self.result["shared_to_not"] = {
@@ -223,7 +224,7 @@ class Case(CaseRecord):
                 if "ms" in one
             }
         has_two = any(one.packed.shared and one.packed.shared.two_calls for one in inputs)
-        if not (model.prompt_calls.uses_two and has_two):
+        if not (model.prompt_calls.uses_two and has_two and "copies" in job["passes"]):
             return
         for way in ("copied keys", "copied keys again", "shared again"):
             set_prefix_kernel(model.chunks, way == "shared again")

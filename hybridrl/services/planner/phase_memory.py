@@ -445,8 +445,8 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     """Returns the memory that one rank's passes over micro-batches of one size need.
 
     The result is the sum of the activations stored for the backward pass and the largest of the
-    temporary tensors: the head's logits, the gradients of copied keys, and what a recurrent
-    module's backward pass computes again.
+    temporary tensors: the head's logits, the gradients of a feed-forward layer's two halves, those
+    of copied keys, and what a recurrent module's backward pass computes again.
 
     A layer stores its input, the output of each norm, and the input of the feed-forward layer (4
     hidden sizes); queries, keys and values, the latents from which they are computed, and the
@@ -494,6 +494,8 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     if model.head == "lm":
         logits = micro.positions * shape.padded_vocab(layout.tp) // parts
         scratch = max(scratch, min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES))
+    if model.is_trained and shape.moe is None:
+        scratch = max(scratch, micro.positions * 2 * product * itemsize // parts)
     if model.is_trained and micro.key_rows > micro.positions:
         # GatherKeys.backward holds the gradients of copied keys and values, and sums one of the two
         # in fp32.
