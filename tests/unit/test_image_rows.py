@@ -225,7 +225,23 @@ _TARGET = io.BytesIO()
 PICTURE.save(_TARGET, "PNG", exif=b"Exif\0\0II*\0\x08")
 DAMAGED_EXIF = _TARGET.getvalue()
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+HUGE = io.BytesIO()  # 67 million pixels, in a small file
+Image.new("1", (9000, 9000)).save(HUGE, "PNG")
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "too many pixels": (
+        {"images": [HUGE.getvalue()], "prompt": "what"},
+        "9000 x 9000 pixels; allowed|too large to decode",
+    ),
+    "a folder": ({"images": ["/tmp"], "prompt": "what"}, "which is no file in"),
+    "an object in an object": (
+        {"images": [{"image": {"image": {"image": {"image": PNG}}}}], "prompt": "what"},
+        "images = ",
+    ),
+    "a picture of a slow format": ({"images": [b"%PDF-1.4 x"], "prompt": "what"}, "not an image"),
+    "a list in a part": (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": [PNG]}]}]},
+        "an image part = ",
+    ),
     "more marks": ({"images": [PNG], "prompt": "<image> <image> what"}, "2 places for images, but"),
     "fewer marks": (
         {"images": [PNG, PNG], "prompt": "<image> what"},
