@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from adapter_cases import PREFIX, canonical, with_layers
+from collective_counts import Collectives
 from lora_roles import check_moved, check_roles
 from megatron.core import parallel_state
 from parity_worker import LENGTHS, gradients_in_hf_names, objective, sample_batch
@@ -244,10 +245,49 @@ def check(
             assert off < 5e-6, f"{layout}: gradient of {name} differs by {off}"
     total = sum(float(one.double().square().sum()) for one in gradients.values()) ** 0.5
     assert abs(norm / total - 1) < 1e-5, (norm, total)
+    check_modules_way(model, batch, gradients)
     model.apply(1e-2, norm)
     trained = {name for name, p in named_parameters(model.chunks).items() if p.requires_grad}
     for name, one in model.base_weights().items():
         assert torch.equal(one, base[name]) != (name in trained), f"{name} has changed"
+
+
+def check_modules_way(model: ParallelModel, batch, gradients) -> None:
+    """Layers that cannot compute W x and the adapters together (FP8) have the same gradients. The
+    others communicate for adapters only A's gradient.
+    """
+    parts = [part for one in model.chunks for part in one.modules()]
+    layers = [part for part in parts if hasattr(part, "lora_frozen")]
+    direct = [part for part in layers if part.lora_frozen is not None]
+    kept = [part.lora_frozen for part in direct]
+    tp, inputs = model.mesh.layout.tp, model.plan(batch).inputs
+    is_counted = tp > 1 and len(direct) == len(layers) and not model.source.shape.moe
+    if is_counted:
+        with Collectives() as adapted_forward:
+            response_logps(model, batch)
+        with Collectives() as plain, model.without_adapters():
+            response_logps(model, batch)
+        assert adapted_forward.found == plain.found, "adapters add collectives to a forward pass"
+        with Collectives() as update:
+            model.accumulate(inputs, objective)
+        split = [one for one in update.found if one[0] in ("allgather", "reduce_scatter")]
+        columns = [part for part in layers if not part.lora_is_row]
+        small = [one for one in split if one[-1] != model.source.shape.hidden_size]
+        widths = [part.lora_a.size(0) for part in columns] * len(inputs)
+        assert all(name == "reduce_scatter" for name, *_ in small), small
+        assert sorted(width for *_, width in small) == sorted(widths), small
+    for part in direct:
+        part.lora_frozen = None
+    model.accumulate(inputs, objective)
+    largest = max(float(one.abs().max()) for one in gradients.values())
+    for name, (gradient, held) in gradients_in_hf_names(model).items():
+        if held.any():
+            off = float((gradient - gradients[name])[held].abs().max()) / largest
+            assert off < 5e-6, f"gradient of {name} differs by {off}"
+    for part, one in zip(direct, kept, strict=True):
+        part.lora_frozen = one
+    model.accumulate(inputs, objective)
+    model.grad_norm()
 
 
 def check_sent(model: ParallelModel, folder: Path, peft: Path) -> None:

@@ -83,6 +83,7 @@ WALLS = {
     ],
     "transformer_engine": [
         "platform.py",
+        "models/megatron/frozen_linear.py",
         "models/megatron/prefix_attention.py",
         "models/megatron/te_attention.py",
     ],

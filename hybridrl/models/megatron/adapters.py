@@ -35,6 +35,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import GROUPED_ADAPTERS, HF_A, WEIGHT, A, B, weight_of
 from hybridrl.models.boxes import Shape
 from hybridrl.models.megatron.expert_adapters import add_expert_adapter, new_parameter
+from hybridrl.models.megatron.frozen_linear import frozen_linear, one_matrix, scaled_product
 from hybridrl.models.weights import EXPERTS, RankLayout, Region
 
 
@@ -131,6 +132,7 @@ def _adapt(
     self.lora_is_row = is_row
     self.lora_rows, self.lora_places = rows, places
     self.lora_is_dense = len(rows) == weight.size(0) and shapes[0][0] == lora.rank
+    self.lora_frozen = frozen_linear(linear, self.lora_group)
     for name, shape in zip((A, B), shapes, strict=True):
         is_sharded = is_parallel and (name == A) == is_row
         if is_expert:
@@ -170,7 +172,7 @@ class _Added(torch.autograd.Function):
             is one projection.
         scale: s.
         """
-        matrix = b if places is None else _one_matrix(b, places, output.size(-1), inner.size(-1))
+        matrix = b if places is None else one_matrix(b, places, output.size(-1), inner.size(-1))
         ctx.save_for_backward(inner, matrix)
         ctx.places, ctx.rank, ctx.scale = places, b.size(1), scale
         # `data`, because autograd refuses changes of what transformer-engine's functions return.
@@ -183,26 +185,12 @@ class _Added(torch.autograd.Function):
         rows = grad.reshape(-1, grad.size(-1))
         grad_inner = grad_b = None
         if ctx.needs_input_grad[1]:
-            grad_inner = _scaled_product(rows, matrix, ctx.scale).view_as(inner)
+            grad_inner = scaled_product(rows, matrix, ctx.scale).view_as(inner)
         if ctx.needs_input_grad[2]:
-            grad_b = _scaled_product(rows.T, _rows(inner), ctx.scale)
+            grad_b = scaled_product(rows.T, _rows(inner), ctx.scale)
             if ctx.places is not None:
                 grad_b = grad_b.view(matrix.size(0), -1, ctx.rank)[ctx.places]
         return grad, grad_inner, grad_b, None, None
-
-
-def _one_matrix(
-    b: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], outputs: int, inputs: int
-) -> torch.Tensor:
-    """Returns B as one matrix from the stacked A x to all output rows, (outputs, inputs)."""
-    found = b.new_zeros(outputs, inputs)
-    found.view(outputs, -1, b.size(1))[places] = b
-    return found
-
-
-def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    unused = left.new_empty(1)  # with beta=0, addmm does not read it
-    return torch.addmm(unused, left, right, beta=0, alpha=scale)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +203,12 @@ def _with_adapters(base: type) -> type:
 
     class Adapted(base):  # type: ignore[misc, valid-type]
         def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.lora_frozen is not None and self.lora_is_on and not (args or kwargs):
+                trained = (self.weight, *([] if self.bias is None else [self.bias]))
+                if not torch.is_grad_enabled() or not any(one.requires_grad for one in trained):
+                    return self.lora_frozen(
+                        self, hidden, self.lora_a, self.lora_b, self._lora_where(), self.lora_scale
+                    )
             found = super().forward(hidden, *args, **kwargs)
             if not isinstance(found, tuple):
                 return self.with_lora(hidden, found) if self.lora_is_on else found
@@ -233,8 +227,10 @@ def _with_adapters(base: type) -> type:
                 inner = gather_from_sequence_parallel_region(
                     inner, tensor_parallel_output_grad=True, group=self.lora_group
                 )
-            places = None if self.lora_is_dense else (self.lora_rows, self.lora_places)
-            return _Added.apply(output, inner, self.lora_b, places, self.lora_scale)
+            return _Added.apply(output, inner, self.lora_b, self._lora_where(), self.lora_scale)
+
+        def _lora_where(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+            return None if self.lora_is_dense else (self.lora_rows, self.lora_places)
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
