@@ -304,18 +304,13 @@ def wide_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tenso
 
 
 def invariant_logps(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, target_N: torch.Tensor, temperature: float
+    logits_NV: torch.Tensor, target_N: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Returns the log-probabilities of the targets, (N,) fp32, as engines compute them."""
-    found = []
+    """Returns the log-probabilities of the targets, (N,) fp32, as engines on CPU compute them."""
     # A tensor, because torch on CUDA multiplies by the inverse of a number.
-    divisor = torch.tensor(temperature, dtype=torch.float32, device=hidden_ND.device)
-    for rows_ND, target in zip(
-        hidden_ND.split(reference.CHUNK_TOKENS), target_N.split(reference.CHUNK_TOKENS), strict=True
-    ):
-        logp_NV = (invariant_logits(rows_ND, weight_VD) / divisor).log_softmax(-1)
-        found.append(logp_NV.gather(1, target[:, None])[:, 0])
-    return torch.cat(found) if found else hidden_ND.new_zeros(0, dtype=torch.float32)
+    divisor = torch.tensor(temperature, dtype=torch.float32, device=logits_NV.device)
+    logp_NV = (logits_NV / divisor).log_softmax(-1)
+    return logp_NV.gather(1, target_N[:, None])[:, 0]
 
 
 class Copies(Protocol):

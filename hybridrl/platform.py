@@ -176,6 +176,9 @@ def multiply_in_one_order() -> None:
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    if torch.cuda.is_available():
+        # cuBLAS's other interface has a workspace of at least 128 KiB.
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def transformer_engine_import_fault() -> str | None:

@@ -12,21 +12,75 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 KEY = "numerics.match"
 CLOSE = f"Set {KEY}=close."
+MAX_TP = 2  # the sum of two ranks has the same bits in either order
+# Values for which GPUs compare all bits. Other sizes of heads have kernels whose blocks of keys
+# depend on the layout of the cache; other rotary positions scale what they rotate.
+GPU_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+GPU_HEAD_SIZES = (64, 128)
+GPU_ROTARY_TYPES = ("default", "linear", "llama3")
 # Values of `model_type` for which tests compare all bits. Other models have operations that engine
 # and trainer compute in their own ways, such as soft caps, multipliers and experts.
 MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 
 
-def gpu_refusal() -> UserError:
-    """Returns the error for exact mode on GPUs."""
-    allowed = "close on GPUs, whose kernels are not compared bit by bit; exact runs on CPU"
-    return UserError(KEY, "exact", allowed, CLOSE)
+def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yields the reasons why engine and trainer cannot compute the same bits on GPUs, in addition
+    to `numerics_rules`. Yielded by the caller that knows the host.
+
+    Args:
+        shape: The policy's config.json, or empty.
+    """
+    engine = config.rollout.engine
+    if ENGINES[engine].exact_kernels is None:
+        able = " or ".join(name for name in offered_engines() if ENGINES[name].exact_kernels)
+        yield UserError(
+            "rollout.engine",
+            engine,
+            f"{able} with {KEY}=exact on GPUs",
+            f"Set rollout.engine={able}, or {KEY}=close.",
+        )
+    if config.train.tp > 1:
+        allowed = f"1 with {KEY}=exact on GPUs, where sums over ranks have not been compared"
+        remedy = f"Set train.tp=1 and rollout.tp=1, or {KEY}=close."
+        yield UserError("train.tp", config.train.tp, allowed, remedy)
+    if config.model.dtype not in ("auto", "bfloat16"):
+        yield UserError(
+            "model.dtype",
+            config.model.dtype,
+            f"bfloat16 with {KEY}=exact on GPUs, as in the engine's attention",
+            f"Set model.dtype=bfloat16, or {KEY}=close.",
+        )
+    if not shape:
+        return
+    if _has_window(shape):
+        allowed = "close on GPUs with windows, whose blocks of keys depend on the other queries"
+        yield UserError(KEY, "exact", allowed, CLOSE)
+    kind, heads = shape.get("model_type"), shape.get("num_attention_heads")
+    size = shape.get("head_dim") or (heads and shape.get("hidden_size", 0) // heads)
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    rotary = rope.get("rope_type", rope.get("type", "default"))
+    for what, value, able_values in (
+        ("model_type", kind, GPU_MODEL_TYPES),
+        ("heads of size", size, GPU_HEAD_SIZES),
+        ("rotary positions of type", rotary, GPU_ROTARY_TYPES),
+    ):
+        if value not in able_values:
+            listed = ", ".join(map(str, able_values))
+            allowed = f"close on GPUs with {what} {value}; exact supports {listed} there"
+            yield UserError(KEY, "exact", allowed, CLOSE)
+
+
+def _has_window(shape: Mapping[str, Any]) -> bool:
+    """Whether some layer attends within a window."""
+    uses = shape.get("use_sliding_window", shape.get("model_type") == "mistral")
+    return shape.get("sliding_window") is not None and bool(uses)
 
 
 def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why engine and trainer cannot compute the same bits.
+    """Yields the reasons why engine and trainer cannot compute the same bits, on any device.
 
-    A caller that knows the host raises `gpu_refusal`.
+    Args:
+        shape: The policy's config.json, or empty.
     """
     if not config.numerics.is_exact:
         return
@@ -59,11 +113,17 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
 
 def _knob_rules(config: Config) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
-    one_rank = "because sums over several ranks are rounded in another order"
+    if train.tp > MAX_TP:
+        yield UserError(
+            "train.tp",
+            train.tp,
+            f"at most {MAX_TP} with {KEY}=exact, because the order of a sum over more ranks is "
+            "unknown",
+            f"Set train.tp={MAX_TP} and rollout.tp={MAX_TP}, or {KEY}=close.",
+        )
     for key, value, usual, reason in (
-        ("train.tp", train.tp, 1, one_rank),
-        ("train.cp", train.cp, 1, one_rank),
-        ("rollout.tp", rollout.tp, 1, one_rank),
+        ("train.cp", train.cp, 1, "because sums over its ranks have another order"),
+        ("rollout.tp", rollout.tp, train.tp, "as in training (train.tp)"),
         ("train.layers", train.layers, "torch", "whose operations engines can also use"),
         ("train.fp8", train.fp8, "none", "because engines compute in another type"),
         ("train.fp32_residual", train.fp32_residual, False, "as in engines"),

@@ -50,10 +50,10 @@ class Run:
         garbage.collect_earlier()
         make_working_folder_importable()
         start_kernels_in_order(config.train.tp, config.train.cp)
-        if config.numerics.is_exact:
-            multiply_in_one_order()
         self.platform = Platform.detect()
         self.platform.activate()
+        if config.numerics.is_exact:
+            multiply_in_one_order()
         start_process_group(self.platform, config.run.collective_timeout_s)
         self.ledger = MemoryLedger(self.platform)
         try:

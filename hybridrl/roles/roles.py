@@ -18,7 +18,7 @@ from hybridrl.algorithms.base import Algorithm, CriticAlgorithm, SelectiveAlgori
 from hybridrl.config.own_code import imported
 from hybridrl.config.roles import run_models
 from hybridrl.config.rules_experts import replays
-from hybridrl.config.rules_numerics import gpu_refusal
+from hybridrl.config.rules_numerics import gpu_numerics_rules
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
@@ -53,9 +53,13 @@ from hybridrl.training.update import Gradients
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that an algorithm needs, and the loss terms by name.
+    """The models that an algorithm needs.
 
-    The first `num_critic_warmup_steps` of a run train only the critic.
+    Args:
+        source: Source from which policy, reference and critic are loaded.
+        policy, reference, critic: Models by role; None if the algorithm does not need the role.
+        num_critic_warmup_steps: Number of steps at the start of the run that train only the critic.
+        terms: Additional terms of the policy's loss, by name.
     """
 
     source: ModelSource
@@ -77,7 +81,12 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates every trained model's gradients on a mini-batch, and on terms' batches."""
+        """Accumulates the gradients of every trained model on a mini-batch.
+
+        Args:
+            num_steps_done: Number of steps before this one.
+            terms: Batches of the additional terms of the policy's loss, by name.
+        """
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
             more = [
@@ -102,8 +111,10 @@ class Roles:
         under policy, reference and teacher.
 
         Args:
-            needs_old_logps: Whether to add the policy's log-probabilities in any case.
-            temperature: Temperature of the log-probabilities; None for the sampling temperature.
+            needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
+                does not need them.
+            temperature: Temperature of the log-probabilities; None means the sampling temperature
+                of the main algorithm.
             num_updates: Number of mini-batches into which the samples will be split.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
@@ -136,9 +147,11 @@ class Roles:
             raise reason from error
 
     def learned(self, batch: TrainBatch) -> ScoredBatch | None:
-        """Returns a step's samples with the policy's log-probabilities at the start of the step.
+        """Returns the samples of a step, with the engine's log-probabilities replaced by the
+        policy's at the start of the step.
 
-        Not finite ones become UNKNOWN_LOGP. None if the policy was not trained in this step.
+        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if the
+        log-probabilities are unknown because the policy was not trained in this step.
         """
         start_T = self.policy.take_start_logps()
         old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
@@ -150,7 +163,9 @@ class Roles:
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     def shared_weights(self) -> Iterator[str]:
-        """Yields a sentence about each model that uses the frozen weights of a LoRA policy."""
+        """Yields a sentence for each other model of a policy with adapters: whether it uses the
+        policy's frozen weights.
+        """
         if self.policy.model.lora is None:
             return
         if self.reference is not None and self.reference.model is self.policy.model:
@@ -172,7 +187,9 @@ class Roles:
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Moves tokens to the ranks that train on them, so that no update has to do so."""
+        """Moves the batch's tokens to the ranks that train on them, so that no update has to move
+        tokens.
+        """
         models = list(self.trained.values()) or [self.policy.model]
         wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
         want_BW = torch.stack(wanted).any(0)
@@ -190,8 +207,12 @@ class Roles:
         """Returns the model FLOPs of each phase of a step, summed over ranks.
 
         A prompt that several samples share in a micro-batch counts once. Output heads are counted
-        only for response tokens, because other tokens have no loss. `generated` has the lengths of
-        all responses of the step; columns of `terms` are computed during the update.
+        only for response tokens, because other tokens have no loss.
+
+        Args:
+            num_steps_done: Number of steps before this one.
+            generated: Lengths of all responses that were generated for the step.
+            terms: Batches of additional loss terms, whose columns are computed during the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -220,9 +241,9 @@ class Roles:
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns the share of positions in other samples' prompts, and the FLOPs it saves.
-
-        {} if samples do not share prompts.
+        """Returns the share of positions that another sample computes, and the factor by which
+        sharing prompts reduces the model FLOPs of the policy's update; {} if samples do not share
+        prompts.
         """
         policy = self.policy.model
         if not policy.planner.shares_prompts or "policy" not in self.trained:
@@ -236,7 +257,9 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns the FLOPs of a batch's log-probability columns, and of the policy's update."""
+    """Returns the FLOPs for computing a batch's log-probability columns, and for the policy's
+    update.
+    """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
     lookups = 0
@@ -251,7 +274,9 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns the FLOPs of the policy's update without `shared` tokens of other samples."""
+    """Returns the FLOPs for the policy's update. The `shared` tokens of each sample are not
+    counted, because they are computed for another sample.
+    """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
     shape, adapters = policy.source.shape, policy.active_adapter_params
@@ -269,10 +294,12 @@ def make_roles(
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
-    """Builds the models that the algorithm needs, and loads their initial weights.
+    """Builds the models and loads their initial weights.
 
     Args:
-        models: Dict to which models are added by name, for the table in an out-of-memory error.
+        algorithm: Algorithm; its needs determine which models are built.
+        models: Dict to which each model is added by name when it is built, for the memory table in
+            an out-of-memory error.
         has_reference, has_teacher: Whether to build the reference and the teacher if the algorithm
             needs them. False if their columns are already known or are not used.
         terms: Additional terms of the policy's loss; None means the terms in the section `mix`.
@@ -352,14 +379,17 @@ def _match_engine(model: ParallelModel, config: Config) -> None:
     """Makes a model compute the bits of the run's engine.
 
     Raises:
-        UserError: The model runs on GPUs.
+        UserError: The model runs on GPUs, where its engine or shape is not supported.
     """
     traits = ENGINES[config.rollout.engine]
     if model.world.platform.is_cpu:
         attend = traits.exact_attention
         model.match_engine(None if attend is None else imported(attend))
         return
-    raise gpu_refusal()
+    for error in gpu_numerics_rules(config, model.source.hf_config):
+        raise error
+    assert traits.exact_kernels is not None  # otherwise there is an error
+    model.match_engine(kernels=imported(traits.exact_kernels))
 
 
 def _build(

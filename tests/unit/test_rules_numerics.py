@@ -9,6 +9,7 @@ from command_line import QUICKSTART
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
+from hybridrl.config.rules_numerics import gpu_numerics_rules
 from hybridrl.config.schema import Config
 from hybridrl.services.planner.plan_report import plan_report
 
@@ -37,7 +38,7 @@ def test_exact_mode_uses_torchs_layers_and_refuses_nothing_that_it_supports() ->
 @pytest.mark.parametrize(
     "override",
     [
-        "train.tp=2",
+        "train.tp=4",
         "train.cp=2",
         "rollout.tp=2",
         "rollout.engine=sglang",
@@ -67,8 +68,50 @@ def test_exact_mode_refuses_models_adapters_and_algorithms() -> None:
         assert set(found) == {"numerics.match"}
 
 
-def test_a_plan_for_gpus_refuses_exact_mode() -> None:
+def test_two_ranks_sum_in_either_order_if_engine_and_trainer_have_the_same_parts() -> None:
+    assert refusals(config("train.tp=2", "rollout.tp=2", "rollout.engine=vllm"), LLAMA) == {}
+    assert "rollout.tp" in refusals(config("train.tp=2", "rollout.engine=vllm"), LLAMA)
+    assert "train.tp" in refusals(config("train.tp=4", "rollout.tp=4"), LLAMA)
+
+
+def test_a_plan_for_gpus_refuses_what_is_not_compared_there() -> None:
+    """The quickstart's model has heads of another size."""
     model = f"model.init={QUICKSTART / 'model'}"
     _, violations = plan_report(config("rollout.engine=vllm", model), 1)
     said = [str(one) for one in violations if one.name == "numerics.match"]
-    assert len(said) == 1 and "on GPUs" in said[0]
+    assert len(said) == 1 and "heads of size" in said[0]
+
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "name", "text"),
+    [
+        ([], {}, "", ""),
+        ([], {"rope_scaling": {"rope_type": "llama3"}}, "", ""),
+        ([], {"rope_scaling": {"rope_type": "yarn"}}, "numerics.match", "yarn"),
+        ([], {"model_type": "gemma3_text"}, "numerics.match", "gemma3_text"),
+        ([], {"head_dim": 256}, "numerics.match", "256"),
+        ([], {"model_type": "mistral"}, "numerics.match", "windows"),
+        ([], {"use_sliding_window": True}, "numerics.match", "windows"),
+        (["rollout.engine=hf"], {}, "rollout.engine", "vllm"),
+        (["train.tp=2", "rollout.tp=2"], {}, "train.tp", "on GPUs"),
+        (["model.dtype=float32"], {}, "model.dtype", "bfloat16"),
+    ],
+)
+def test_exact_mode_on_gpus_is_refused_by_name(
+    overrides: list[str], changes: dict[str, Any], name: str, text: str
+) -> None:
+    given = QWEN2 | changes
+    if changes.get("model_type") == "mistral":
+        del given["use_sliding_window"]
+    found = list(gpu_numerics_rules(config("rollout.engine=vllm", *overrides), given))
+    assert [error.name for error in found] == ([name] if name else [])
+    assert not found or text in str(found[0])

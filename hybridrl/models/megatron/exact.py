@@ -16,8 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP
 
 from hybridrl import ops
@@ -79,9 +85,20 @@ def compute_exactly(
 
 
 def _linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    sequence_parallel: bool,
+    allreduce_dgrad: bool,
+    tp_group: dist.ProcessGroup | None,
+    **_: Any,
 ) -> torch.Tensor:
-    """Takes the place of Megatron's product, whose further arguments concern several ranks."""
+    """Takes the place of Megatron's product, with the same communication."""
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)
+    elif allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
     found: torch.Tensor = _Linear.apply(input, weight, bias)
     return found
 

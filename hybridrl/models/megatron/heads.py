@@ -32,7 +32,8 @@ from hybridrl.models.megatron.attention import PackedSequences
 from hybridrl.models.megatron.mtp import NextTokenLayer, target_rows
 from hybridrl.models.megatron.packed_exactly import RotaryRows
 
-Logps = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Logps = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+MAX_LOGITS_BYTES = 1 << 28  # of the whole logits in exact mode
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
-        exact_logps: Logps | None,
+        exact_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
@@ -105,8 +106,8 @@ class _TokenStatsFunction(torch.autograd.Function):
         ctx.num_positions = hidden_SD.size(0)
         ctx.set_materialize_grads(False)
         logp = target_logit - largest - log_sum
-        if exact_logps is not None:
-            logp = exact_logps(hidden_ND, shard_VD, target_N, temperature)
+        if exact_N is not None:
+            logp = exact_N
         return _at_rows(logp, rows_N, len(hidden_SD)), _at_rows(entropy, rows_N, len(hidden_SD))
 
     @staticmethod
@@ -309,8 +310,9 @@ class LanguageModel(PackedModel):
 
     Attributes:
         num_top: Number of most likely tokens to find at each position.
-        exact_logps: Computes log-probabilities with the bits of an engine (exact.py), with the
-            arguments of `ops.invariant_logps`; None for the usual way.
+        exact_logps: Computes log-probabilities with the bits of an engine (exact.py); takes whole
+            logits, (N, V) fp32, which it may change, targets and the temperature. None for the
+            usual way.
         predictor: Layer that predicts the token after the next, if it is trained; last stage only.
     """
 
@@ -327,6 +329,30 @@ class LanguageModel(PackedModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+    def _exact(
+        self,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        token_N: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        """Returns log-probabilities of tokens of the whole vocabulary, (N,) fp32, as the engine
+        computes them: over whole rows of logits. Collective over the tensor-parallel group.
+        """
+        assert self.exact_logps is not None
+        group = self.pg_collection.tp
+        num_rows = max(1, MAX_LOGITS_BYTES // (4 * group.size() * len(weight_VD)))
+        found = [hidden_ND.new_zeros(0, dtype=torch.float32)]
+        for rows_ND, target in zip(hidden_ND.split(num_rows), token_N.split(num_rows), strict=True):
+            logits_NV = ops.invariant_logits(rows_ND, weight_VD)
+            if group.size() > 1:
+                parts = [torch.empty_like(logits_NV) for _ in range(group.size())]
+                dist.all_gather(parts, logits_NV, group=group)
+                logits_NV = torch.cat(parts, 1)
+            whole_NV = logits_NV[:, : self.num_tokens]
+            found.append(self.exact_logps(whole_NV, target, temperature))
+        return torch.cat(found)
 
     def _postprocess(  # type: ignore[override]  # GPTModel passes further arguments
         self,
@@ -369,9 +395,11 @@ class LanguageModel(PackedModel):
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
         target_N = columns_NC[:, 0].contiguous()  # the kernels need contiguous targets
-        stats = _TokenStatsFunction.apply(
-            hidden_SD, weight, target_N, rows_N, *head, self.exact_logps
-        )
+        exact_N = None
+        if self.exact_logps is not None:
+            hidden_ND = hidden_SD.detach().index_select(0, rows_N)
+            exact_N = self._exact(hidden_ND, weight.detach(), tokens_NC[:, 0], temperature)
+        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head, exact_N)
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)

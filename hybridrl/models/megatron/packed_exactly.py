@@ -41,12 +41,13 @@ class EngineKernels:
             result, (T, heads, D), and the logarithms of the softmax's sums, (heads, T) fp32.
         attend_backward: Takes the result's gradient, the first three arguments of `attend`, its two
             results and its last three arguments; returns the gradients of queries, keys and values.
-        logps: Log-probabilities, with the arguments of `ops.invariant_logps`.
+        logps: Log-probabilities, with the arguments of `ops.invariant_logps`; may change the
+            logits.
     """
 
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     attend_backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    logps: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    logps: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 class RotaryRows(NamedTuple):

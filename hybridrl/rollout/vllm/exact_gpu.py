@@ -25,7 +25,8 @@ from hybridrl.models.family import Rotary
 from hybridrl.models.megatron.packed_exactly import Bounds, EngineKernels, rotary_table
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 
-MAX_LOGITS_BYTES = 1 << 30
+# Length of the longest sequence of queries that the kernel is told, at least.
+LEAST_QUERIES = 2
 
 
 def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
@@ -118,10 +119,16 @@ def _attend_unsplit(
     **keywords: Any,
 ) -> Tensor:
     """Takes the place of the `forward` of vLLM's attention. Batches without a CUDA graph would let
-    the kernel choose the number of splits.
+    the kernel choose the number of splits. With single queries, the kernel would choose larger
+    blocks of keys for heads of up to 64.
     """
-    if attn_metadata is not None and attn_metadata.max_num_splits != 1:
-        attn_metadata = replace(attn_metadata, max_num_splits=1, scheduler_metadata=None)
+    if (given := attn_metadata) is not None:
+        longest = max(given.max_query_len, LEAST_QUERIES)
+        if (given.max_num_splits, given.max_query_len) != (1, longest):
+            # The schedule was computed for the other values; without it, the kernel computes one.
+            attn_metadata = replace(
+                given, max_num_splits=1, max_query_len=longest, scheduler_metadata=None
+            )
     return forward(layer, query, key, value, kv_cache, attn_metadata, *arguments, **keywords)
 
 
@@ -140,7 +147,7 @@ def _attend(
         query_THD,
         key_KHD,
         value_KHD,
-        bounds.max_seqlen_q,
+        max(bounds.max_seqlen_q, LEAST_QUERIES),
         bounds.cu_seqlens_q,
         bounds.max_seqlen_k,
         cu_seqlens_k=bounds.cu_seqlens_k,
@@ -189,21 +196,14 @@ def _attend_backward(
     return found
 
 
-def _logps(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-    """Returns log-probabilities as vLLM's second model runner computes them; arguments as those of
-    `ops.invariant_logps`.
-    """
+def _logps(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
+    """Returns log-probabilities as vLLM's second model runner computes them."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-    num_rows = max(1, MAX_LOGITS_BYTES // (4 * len(weight_VD)))
-    found = [hidden_ND.new_zeros(0, dtype=torch.float32)]
-    divisor = torch.full((1,), temperature, dtype=torch.float32, device=hidden_ND.device)
-    for rows_ND, target in zip(hidden_ND.split(num_rows), target_N.split(num_rows), strict=True):
-        logits_NV = ops.invariant_logits(rows_ND, weight_VD)
-        apply_temperature(logits_NV, torch.zeros_like(target, dtype=torch.int32), divisor)
-        found.append(compute_token_logprobs(logits_NV, target[:, None])[:, 0])
-    return torch.cat(found)
+    divisor = torch.full((1,), temperature, dtype=torch.float32, device=logits_NV.device)
+    apply_temperature(logits_NV, torch.zeros_like(target_N, dtype=torch.int32), divisor)
+    return compute_token_logprobs(logits_NV, target_N[:, None])[:, 0]
 
 
 KERNELS = EngineKernels(_attend, _attend_backward, _logps)

@@ -1,7 +1,8 @@
-"""Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict. No torch.
+"""Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict.
 
-Predicts the reshard itself. Reads only the configuration, the config.json files of the models, and
-the module of a user's own algorithm.
+No torch. Predicts the reshard itself; other modules of this package compute assumptions, memory,
+verdict and text. Reads only the configuration, the config.json files of the models, and the module
+of a user's own algorithm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from hybridrl.checkpoint.segments import locked_bytes
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
-from hybridrl.config.rules_numerics import gpu_refusal
+from hybridrl.config.rules_numerics import gpu_numerics_rules
 from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -87,9 +88,14 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations, with which all other values are None.
+    """Returns the report and the violations. If there are violations, all other values in the
+    report are None.
 
-    `host` has the GPUs that the run is assumed to use; None if they are unknown.
+    Args:
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        given: Contents of a cluster file.
+        host: This host, whose GPUs the run is assumed to use; None if they are unknown.
     """
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
@@ -104,7 +110,7 @@ def plan_report(
         config, world_size, default_dtype=dtype, machines=machines
     )
     if on_gpu and config.numerics.is_exact:
-        violations.append(gpu_refusal())
+        violations += gpu_numerics_rules(config, hf_config)
     models, unknown = planned_models(config)
     violations += [*unknown, *mismatch, *_transport_rules(config, assumed)]
     if violations or models is None or machines is None:
@@ -115,9 +121,10 @@ def plan_report(
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Disables the cyclic garbage collector: a plan creates millions of tuples and no cycles.
+    """Disables Python's cyclic garbage collector while a plan is computed.
 
-    For 235B parameters on 64 ranks, planning takes 5.5 s of CPU time without it, 13.8 s with it.
+    A plan creates millions of tuples and no cycles. For 235B parameters on 64 ranks, planning takes
+    5.5 s of CPU time without the collector and 13.8 s with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -224,7 +231,10 @@ def _peaks(
 def _step(
     config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
 ) -> dict[str, Any] | None:
-    """Predicts a step with longest responses; None on CPU, or if roles have dedicated ranks."""
+    """Returns the predicted duration of a step whose responses are as long as possible.
+
+    Returns None if the duration cannot be predicted: on CPU, or if some roles have dedicated ranks.
+    """
     if assumed is None or not placement.is_shared:
         return None
     found = estimate(config, roles, placement.num_ranks, assumed)
@@ -270,9 +280,10 @@ def _lora(
 ) -> dict[str, Any] | None:
     """Returns what is particular to a run with adapters; None if it has none.
 
-    `sync_bytes` is what an engine replica receives at each sync, `once_receive_bytes` what each
-    rank receives once from other ranks. `roles` says for each other model whether it uses the
-    policy's frozen weights, and the size of its additional weights.
+    `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
+    weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
+    `roles` says for each other model whether it uses the policy's frozen weights, and the size of
+    the weights that it has in addition.
     """
     family, shape = roles[0].family, roles[0].shape
     if (lora := family.lora) is None:
