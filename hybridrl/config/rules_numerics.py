@@ -20,7 +20,8 @@ GPU_HEAD_SIZES = (64, 128)
 GPU_ROTARY_TYPES = ("default", "linear", "llama3")
 # Values of `model_type` for which tests compare all bits. Other models have operations that engine
 # and trainer compute in their own ways, such as soft caps, multipliers and experts.
-MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MIXTURES = ("qwen3_moe",)
 
 
 def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
@@ -105,6 +106,15 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
             f"types {', '.join(MODEL_TYPES)}",
             CLOSE,
         )
+    if shape.get("model_type") in MIXTURES and not ENGINES[engine].mixes_exactly:
+        able = " or ".join(name for name in offered_engines() if ENGINES[name].mixes_exactly)
+        yield UserError(
+            "rollout.engine",
+            engine,
+            f"{able} with {KEY}=exact and model_type {shape['model_type']}, because {engine} has "
+            "its own kernels for experts",
+            f"Set rollout.engine={able}, or {KEY}=close.",
+        )
     if config.lora.is_on:
         allowed = "close with lora, because engines and trainer add adapters in different ways"
         yield UserError(KEY, "exact", allowed, CLOSE)
@@ -123,6 +133,7 @@ def _knob_rules(config: Config) -> Iterator[UserError]:
         )
     for key, value, usual, reason in (
         ("train.cp", train.cp, 1, "because sums over its ranks have another order"),
+        ("train.ep", train.ep, 1, "as in the engine"),
         ("rollout.tp", rollout.tp, train.tp, "as in training (train.tp)"),
         ("train.layers", train.layers, "torch", "whose operations engines can also use"),
         ("train.fp8", train.fp8, "none", "because engines compute in another type"),

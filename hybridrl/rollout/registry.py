@@ -61,6 +61,7 @@ class EngineTraits:
         quantizes: Whether it can hold weights and KV cache in FP8 on GPUs (`rollout.quantization`,
             `rollout.kv_cache_dtype`).
         matches_exactly: Whether it can compute the same bits as the trainer (`numerics.match`).
+        mixes_exactly: Whether this includes mixtures of experts.
         exact_attention: `module:function` of the attention with which the trainer then computes;
             None for the trainer's own. For CPU.
         exact_kernels: `module:object` of the `EngineKernels` with which the trainer computes on
@@ -97,6 +98,7 @@ class EngineTraits:
     penalizes: bool = False
     quantizes: bool = False
     matches_exactly: bool = False
+    mixes_exactly: bool = False
     exact_attention: str | None = None
     exact_kernels: str | None = None
     max_stop_tokens: int | None = None
@@ -142,6 +144,7 @@ ENGINES = {
         ends_by_text=True,
         penalizes=True,
         matches_exactly=True,
+        mixes_exactly=True,
     ),
     "vllm": EngineTraits(
         builder="hybridrl.rollout.vllm.adapter:build",

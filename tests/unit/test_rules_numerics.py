@@ -40,6 +40,7 @@ def test_exact_mode_uses_torchs_layers_and_refuses_nothing_that_it_supports() ->
     [
         "train.tp=4",
         "train.cp=2",
+        "train.ep=2",
         "rollout.tp=2",
         "rollout.engine=sglang",
         "train.layers=transformer_engine",
@@ -66,6 +67,12 @@ def test_exact_mode_refuses_models_adapters_and_algorithms() -> None:
         refusals(config(algorithm="sft"), LLAMA),
     ):
         assert set(found) == {"numerics.match"}
+
+
+def test_mixtures_need_the_hf_engine() -> None:
+    shape = {"model_type": "qwen3_moe"}
+    assert refusals(config("rollout.engine=hf"), shape) == {}
+    assert "experts" in refusals(config("rollout.engine=vllm"), shape)["rollout.engine"]
 
 
 def test_two_ranks_sum_in_either_order_if_engine_and_trainer_have_the_same_parts() -> None:

@@ -25,15 +25,19 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from hybridrl import ops
 from hybridrl.errors import ModelError
 from hybridrl.models.megatron.attention import PackedAttention
+from hybridrl.models.megatron.exact_linear import multiply
+from hybridrl.models.megatron.exact_mixture import mix_exactly
 from hybridrl.models.megatron.heads import LanguageModel
 from hybridrl.models.megatron.layers import LeanMlp
 from hybridrl.models.megatron.norm import RMSNorm
 from hybridrl.models.megatron.packed_exactly import EngineKernels, PackedExactly
 from hybridrl.models.megatron.post_norm import PostNorm
+from hybridrl.models.megatron.router import Router
 
 Attend = Callable[..., torch.Tensor]
 
@@ -70,12 +74,18 @@ def compute_exactly(
             elif isinstance(part, LanguageModel):
                 part.exact_logps = ops.invariant_logps if kernels is None else kernels.logps
                 part.rotates_in_attention = kernels is not None
+            elif isinstance(part, MoELayer) and kernels is None:
+                mix_exactly(part)
             elif isinstance(part, MLP) and part.config.activation_func is F.silu:
                 if isinstance(part, LeanMlp):
                     part._activated = _activated  # type: ignore[method-assign]
                 else:
                     part.forward = partial(_feed_forward, part)
-            elif any(True for _ in part.parameters(recurse=False)) and "embedding" not in name:
+            elif (
+                any(True for _ in part.parameters(recurse=False))
+                and "embedding" not in name
+                and not (isinstance(part, Router) and kernels is None)
+            ):
                 raise ModelError(
                     "numerics.match",
                     "exact",
@@ -99,33 +109,7 @@ def _linear(
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    found: torch.Tensor = _Linear.apply(input, weight, bias)
-    return found
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_NK)
-        rows_MK = x.reshape(-1, x.size(-1))
-        return ops.invariant_linear(rows_MK, weight_NK, bias_N).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight_NK = ctx.saved_tensors
-        grad_MN = grad.reshape(-1, grad.size(-1))
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_MN @ weight_NK).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = grad_MN.T @ x.reshape(-1, x.size(-1))
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad_MN.sum(0)
-        return grad_x, grad_weight, grad_bias
+    return multiply(input, weight, bias)
 
 
 def _feed_forward(

@@ -33,6 +33,10 @@ def compute_exactly(model: Any) -> None:
             part.forward = partial(_linear, part)  # type: ignore[method-assign]
         elif kind.endswith("RMSNorm"):
             part.forward = partial(_norm, part, kind.startswith("Gemma"))
+        elif kind == "Qwen3MoeTopKRouter":
+            part.forward = partial(_route, part)
+        elif kind == "Qwen3MoeExperts":
+            part.forward = partial(_experts, part)
         elif not isinstance(part, torch.nn.Embedding) and [*part.parameters(recurse=False)]:
             raise ModelError(
                 "numerics.match",
@@ -47,6 +51,30 @@ def compute_exactly(model: Any) -> None:
 def _linear(linear: Any, x: Tensor) -> Tensor:
     found = ops.invariant_linear(x.reshape(-1, x.size(-1)), linear.weight, linear.bias)
     return found.view(*x.shape[:-1], -1)
+
+
+def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes the place of the `forward` of a router: (logits, weights, experts). Computes as
+    Megatron does, in float32; the softmax is over the chosen experts if weights are renormalized.
+    """
+    rows = hidden.reshape(-1, router.hidden_dim).float()
+    logits_TE = ops.invariant_linear(rows, router.weight.float(), None)
+    scores_TE = logits_TE if router.norm_topk_prob else logits_TE.softmax(-1)
+    scores_TK, experts_TK = scores_TE.topk(router.top_k, dim=1)
+    weights_TK = scores_TK.softmax(-1) if router.norm_topk_prob else scores_TK
+    return logits_TE, weights_TK.to(hidden.dtype), experts_TK
+
+
+def _experts(experts: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Adds up experts in the order of their indices, as models/megatron/exact_mixture.py does."""
+    result_TD = torch.zeros_like(hidden_TD)
+    for number in experts_TK.unique().tolist():
+        token_R, place_R = (experts_TK == number).nonzero(as_tuple=True)
+        widened = ops.invariant_linear(hidden_TD[token_R], experts.gate_up_proj[number], None)
+        activated = ops.invariant_swiglu(widened)
+        output_RD = ops.invariant_linear(activated, experts.down_proj[number], None)
+        result_TD.index_add_(0, token_R, output_RD * weights_TK[token_R, place_R, None])
+    return result_TD
 
 
 def _logits(head: Any, hidden: Tensor) -> Tensor:
