@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from hybridrl.models.family import ModelShape
+from hybridrl.models.megatron import te_attention
 from hybridrl.models.megatron.attention import PackedAttention, PackedSequences, SharedPrompts
 from hybridrl.models.megatron.prefix_attention import (
     CHECKED_LENGTHS,
@@ -141,3 +144,47 @@ class _LastKeyOnly(TorchKernel):
 def test_the_check_at_the_start_finds_wrong_kernels(kernel: Kernel, fault: str | None) -> None:
     found = gradient_fault(kernel, 4, 2, 16, CPU)
     assert found is None if fault is None else fault in str(found)
+
+
+class _Refusing(TorchKernel):
+    """Supports nothing."""
+
+    def forward(self, *_: object) -> Any:
+        raise RuntimeError("no valid execution plans\nand much more")
+
+
+QWEN = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=64,
+    vocab_size=100,
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "cp", "said"),
+    [
+        (TorchKernel, QWEN, 1, None),
+        (_LastKeyOnly, QWEN, 1, "keys are copied for each sample, since the output differs by"),
+        (_Refusing, QWEN, 1, "cuDNN failed: no valid execution plans"),
+        (TorchKernel, QWEN, 2, ""),
+        (TorchKernel, replace(QWEN, window=4), 1, ""),
+        (TorchKernel, replace(QWEN, attention_sinks=True), 1, ""),
+    ],
+)
+def test_keys_are_copied_where_two_calls_are_wrong_or_impossible(
+    kernel: type[TorchKernel],
+    shape: ModelShape,
+    cp: int,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(te_attention, "CudnnKernel", kernel)
+    te_attention._cudnn_fault.cache_clear()
+    chosen = te_attention.choose_calls(shape, 2, cp, CPU)
+    assert chosen.uses_two == (said is None)
+    assert (said or "") in chosen.said and bool(chosen.said) == bool(said)
+    te_attention._cudnn_fault.cache_clear()

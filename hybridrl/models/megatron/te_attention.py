@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -96,21 +97,26 @@ def choose_calls(shape: ModelShape, tp: int, cp: int, device: torch.device) -> C
     """
     if not reads_in_place(shape, cp):
         return ChosenCalls(False)
+    sizes = shape.num_heads // tp, max(shape.num_kv_heads // tp, 1), shape.head_dim
+    fault = _cudnn_fault(*sizes, device)
+    if fault is None:
+        return ChosenCalls(True)
+    return ChosenCalls(False, f"shared prompts: keys are copied for each sample, since {fault}")
+
+
+@lru_cache(8)  # the models of a run have the same attention
+def _cudnn_fault(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> str | None:
+    """Returns why cuDNN cannot attend in two calls on this device, or None."""
     try:
-        fault = gradient_fault(
-            CudnnKernel(shape.head_dim**-0.5),
-            shape.num_heads // tp,
-            max(shape.num_kv_heads // tp, 1),
-            shape.head_dim,
-            device,
+        return gradient_fault(
+            CudnnKernel(head_dim**-0.5), num_heads, num_kv_heads, head_dim, device
         )
     # transformer-engine and cuDNN raise many kinds of errors for what they do not support.
     except Exception as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
-        fault = f"cuDNN failed: {first[0][:200]}"
-    if fault is None:
-        return ChosenCalls(True)
-    return ChosenCalls(False, f"shared prompts: keys are copied for each sample, since {fault}")
+        return f"cuDNN failed: {first[0][:200]}"
 
 
 def set_prefix_kernel(chunks: Iterable[torch.nn.Module], uses_two: bool = True) -> None:
