@@ -72,20 +72,9 @@ class FrozenLinear:
         if self.norm is not None:
             hidden = self.norm(hidden)
         bias = linear.bias if self.adds_bias else None
-        late_bias = self.is_row and self.group is not None  # each rank would add it
         output = _Product.apply(
-            hidden,
-            a,
-            b,
-            linear.weight,
-            None if late_bias else bias,
-            places,
-            scale,
-            self.group,
-            self.is_row,
+            hidden, a, b, linear.weight, bias, places, scale, self.group, self.is_row
         )
-        if late_bias and bias is not None:
-            output = output + bias
         return output, linear.bias if self.returns_bias else None
 
 
@@ -108,15 +97,14 @@ def frozen_linear(linear: Any, group: dist.ProcessGroup | None) -> FrozenLinear 
         has_bias, returns_bias = linear.use_bias, linear.te_return_bias
     else:
         return None
+    adds_bias = has_bias and not returns_bias
     if linear.config.fp8:
         return None
-    if group is not None and not linear.sequence_parallel:
-        return None
+    if group is not None and (not linear.sequence_parallel or (is_row and adds_bias)):
+        return None  # each rank would add the bias
     if group is not None and dist.get_backend(group) not in TESTED_BACKENDS:
         return None
-    return FrozenLinear(
-        norm, group, is_row, has_bias and not returns_bias, has_bias and returns_bias
-    )
+    return FrozenLinear(norm, group, is_row, adds_bias, has_bias and returns_bias)
 
 
 def _norm(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -178,7 +166,7 @@ class _Product(torch.autograd.Function):
         grad = grad.reshape(-1, grad.size(-1))
         if ctx.group is not None and ctx.is_row:
             grad = gathered(grad, ctx.group)
-        grad_inner = grad_x = grad_a = grad_b = works = None
+        grad_x = grad_a = grad_b = None
         grad_inner = own_inner = scaled_product(grad, matrix, ctx.scale)
         works = []
         if is_column and ctx.needs_input_grad[1]:
