@@ -20,19 +20,23 @@ class Poisoned:
         of: the other algorithm's section.
     """
 
-    def __init__(self, token: int, of: dict[str, Any]) -> None:
+    def __new__(cls, token: int, of: dict[str, Any]) -> Any:
         minimal = {"run": {"name": "any"}, "model": {"init": "any"}, "algorithm": of}
-        self._algorithm = make_algorithm(load_config_dict(minimal, []).algorithm)
-        self._token = token
+        algorithm = make_algorithm(load_config_dict(minimal, []).algorithm)
+        usual = type(algorithm)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._algorithm, name)
+        def loss(
+            self: Any,
+            logp_S: torch.Tensor,
+            entropy_S: torch.Tensor,
+            micro: MicroBatch,
+            denominator: float,
+        ) -> LossOutput:
+            found = usual.loss(self, logp_S, entropy_S, micro, denominator)
+            starts_S = (micro.positions_S == 0) & (micro.sequence_index_S >= 0)
+            if bool((micro.tokens_S[starts_S] == token).any()):
+                return LossOutput(found.loss * torch.nan, found.metrics)
+            return found
 
-    def loss(
-        self, logp_S: torch.Tensor, entropy_S: torch.Tensor, micro: MicroBatch, denominator: float
-    ) -> LossOutput:
-        found = self._algorithm.loss(logp_S, entropy_S, micro, denominator)
-        starts_S = (micro.positions_S == 0) & (micro.sequence_index_S >= 0)
-        if bool((micro.tokens_S[starts_S] == self._token).any()):
-            return LossOutput(found.loss * torch.nan, found.metrics)
-        return found
+        algorithm.__class__ = type("Poisoned", (usual,), {"loss": loss})
+        return algorithm

@@ -126,8 +126,24 @@ def load_model(
             _load_weights(model, chunk, loaded[f"model{index}"])
         if model.optimizer is not None:
             hand_out(model.optimizer.chained_optimizers, loaded["optimizer"])
+            _adopt_learning_rates(model.optimizer.chained_optimizers, loaded["optimizer"])
             model.optimizer.load_state_dict(loaded["optimizer"])
             _separate_step_counts(model.optimizer)
+
+
+def _adopt_learning_rates(optimizers: Sequence[Any], loaded: Mapping[Any, Any]) -> None:
+    """Replaces the saved bounds of the learning rate with those of the configuration.
+
+    Megatron-Core 0.17 and newer finds the saved values of a parameter group by these bounds, among
+    others, and would find none in a run that goes on with another learning rate.
+    """
+    parts = [loaded] if len(optimizers) == 1 else [loaded[i] for i in range(len(optimizers))]
+    for optimizer, part in zip(optimizers, parts, strict=True):
+        for bound in ("max_lr", "min_lr"):
+            values = {group.get(bound) for group in optimizer.param_groups}
+            if len(values) == 1:
+                for group in part["optimizer"]["param_groups"]:
+                    group[bound] = next(iter(values))
 
 
 def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:

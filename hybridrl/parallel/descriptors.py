@@ -41,13 +41,16 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
 
 
 def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
-    """Returns the size of each gloo group that megatron-core 0.16 creates for a layout."""
+    """Returns the size of each gloo group that Megatron-Core creates for a layout: 0.19 the last
+    three of `others`, too, and 0.16 all but these.
+    """
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
     in_addition = [dp, dp * cp, expert_dp]  # gloo groups in addition to the NCCL groups
     others = [layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
     others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # groups for embeddings and experts
+    others += [1, 1, etp * ep * pp]  # groups with generalised tensor parallelism, which is off
     return in_addition + (others if is_cpu else [])
 
 

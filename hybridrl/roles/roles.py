@@ -360,7 +360,14 @@ def make_roles(
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None
-    if roles.has_critic and isinstance(algorithm, CriticAlgorithm):
+    if roles.has_critic:
+        if not isinstance(algorithm, CriticAlgorithm):
+            raise UserError(
+                "algorithm.name",
+                f"{algorithm.name}, whose class {type(algorithm).__qualname__} has no value_loss",
+                "a class with the method value_loss, because its needs.values is true",
+                "Define value_loss in the class, or set needs.values to False.",
+            )
         models["critic"] = trained["critic"] = _build(meshes, "critic", source, config, lender)
         if not needs.policy:
             trained["critic"].read_scores(LAST if needs.scores else BEFORE_LAST)

@@ -30,11 +30,16 @@ TIMEOUT_S, LATE_S = 2.0, 3.0
 
 
 def check_descriptors(world: World, layouts: list[TrainLayout], found: int) -> None:
-    """What a rank needs is what its groups take, and two clients of the store."""
+    """What a rank needs is what its groups take, and two clients of the store. Megatron-Core 0.16
+    makes three groups fewer for a layout than is counted.
+    """
     of_groups = num_needed(world.size, layouts, is_cpu=True)
     of_groups -= OTHERS + 2 * world.size
     of_server = 2 * world.size if world.rank == 0 else 0
-    assert of_groups + 2 <= found <= of_groups + 2 + of_server + 10 * (world.rank == 0), found
+    of_newer = sum(4 + 4 + each.etp * each.ep * each.pp + 3 for each in layouts)
+    assert (
+        of_groups + 2 - of_newer <= found <= of_groups + 2 + of_server + 10 * (world.rank == 0)
+    ), found
 
 
 def check_late_ranks(world: World) -> None:

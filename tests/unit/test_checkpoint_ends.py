@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hybridrl.checkpoint import store as checkpoint_store
 from hybridrl.checkpoint.manifest import Ancestor
+from hybridrl.checkpoint.model_state import _adopt_learning_rates
 from hybridrl.checkpoint.store import CheckpointStore, _Pending
 
 COMPLETE = "is complete"
@@ -93,3 +94,16 @@ def test_ranks_that_do_not_come_are_told_apart(tmp_path: Path) -> None:
     why = "is not complete: not all ranks were ready to complete it within run.grace_s=0.3"
     assert end([late], [0]) == [why]
     assert end([lost], [0]) == ["is not complete: a rank is lost"]
+
+
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_saved_groups_take_the_learning_rates_of_the_configuration(num_optimizers: int) -> None:
+    """Newer Megatron-Core finds the saved state of a group by them."""
+    group = {"max_lr": 0.5, "min_lr": 0.1}
+    optimizers = [SimpleNamespace(param_groups=[dict(group), dict(group)])] * num_optimizers
+    states = [
+        {"optimizer": {"param_groups": [{"max_lr": 1e-4, "min_lr": 0.0, "step": 7}]}}
+        for _ in optimizers
+    ]
+    _adopt_learning_rates(optimizers, states[0] if num_optimizers == 1 else dict(enumerate(states)))
+    assert all(s["optimizer"]["param_groups"] == [group | {"step": 7}] for s in states)

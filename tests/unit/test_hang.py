@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from traceback import FrameSummary
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hybridrl.parallel import collectives
 from hybridrl.parallel.collectives import calls_of
 from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.idle_clock import IdleClock
@@ -258,6 +261,29 @@ def test_calls_are_read_from_the_flight_recorder() -> None:
     assert received.is_p2p and received.peer == 9 and received.number == 2
     [last] = calls_of(entries[:1], {"7": [4, 9]})
     assert last.is_over and last.number == 1
+
+
+def test_a_recorder_without_entries_hides_no_call_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's recorder of torch 2.14 writes no entries while a process has used gloo alone."""
+    call = {
+        "process_group": ["7", ""],
+        "collective_seq_id": 1,
+        "is_p2p": False,
+        "profiling_name": "gloo:barrier",
+        "input_sizes": [],
+        "input_dtypes": [],
+        "retired": False,
+        "state": "scheduled",
+    }
+    dumps = [lambda *_: '{"version": "2.10"}', lambda *_: json.dumps({"entries": [call]})]
+    group = SimpleNamespace(group_name="7", size=lambda: 2)
+    monkeypatch.setattr(collectives, "_dumps", lambda: dumps)
+    monkeypatch.setattr(collectives, "_groups", lambda: [group])
+    monkeypatch.setattr(collectives.dist, "get_process_group_ranks", lambda _: [4, 9])
+    [waiting] = collectives.latest_calls()
+    assert waiting.name == "barrier, #1 of group 7 (ranks 4, 9)" and not waiting.is_over
 
 
 def test_a_rank_that_was_held_up_is_not_idle_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from hybridrl.models.megatron.image_inputs import add_deepstack
 from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs, with_mixer
 from hybridrl.models.megatron.mtp import NextTokenLayer
 from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
+from hybridrl.models.megatron.notices import hide_notices
 from hybridrl.models.megatron.rotary_positions import set_rotary
 from hybridrl.models.vision.tower import build_tower
 from hybridrl.models.weights import EXPERTS, Head
@@ -224,6 +225,7 @@ def build_chunks(
     family_keywords = family.model_keywords(hf_config)
     rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes the frequencies
     scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
+    hide_notices()
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:
         keywords = {

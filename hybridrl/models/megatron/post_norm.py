@@ -6,7 +6,6 @@ Tensor parallelism shards the queries or keys that a norm over all heads normali
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -29,17 +28,6 @@ from hybridrl.models.family import ModelShape
 from hybridrl.models.megatron.norm import TorchNorm, rms_norm
 from hybridrl.models.megatron.rotary_positions import angles_of_layer
 from hybridrl.models.megatron.specs import with_module
-
-_MEGATRON_LAYER = logging.getLogger("megatron.core.transformer.transformer_layer")
-
-
-def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Log filter that drops Megatron-Core's warning about `NormedMlp` as an unknown MLP type.
-
-    The warning is harmless: Megatron does not pass a process group to such a layer, and the layer
-    then uses the tensor-parallel group, like `MLP`.
-    """
-    return not record.getMessage().startswith("Unknown MLP type")
 
 
 class NormedAttention(SelfAttention):
@@ -167,7 +155,6 @@ def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
     if shape.norms_after != "no":
         layer.self_attention = with_module(layer.self_attention, NormedAttention)
         layer.mlp = with_module(layer.mlp, NormedMlp)
-        _MEGATRON_LAYER.addFilter(_is_other_warning)  # logging adds a filter only once
     if not shape.whole_qk_norm:
         return
     layer.self_attention.submodules = dataclasses.replace(
