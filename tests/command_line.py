@@ -15,6 +15,13 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
+FRESH = (  # overrides for a small model with random weights on any number of ranks
+    "model.path=null",
+    f"model.init={QUICKSTART / 'model'}",
+    "train.tp=1",
+    "train.pp=1",
+)
+NO_EVALUATION = ("data.eval_prompts=null", "steps.eval_every=0")
 
 
 def start(

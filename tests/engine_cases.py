@@ -25,7 +25,7 @@ from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate, request_seed
 from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
 
@@ -293,9 +293,7 @@ def start_packaged(
     family: Family | None = None,
     **changes: Any,
 ) -> Any:
-    """Starts an engine `<engine>-<model>` without weights; `close_engines` ends it. `family` is the
-    model's with adapters.
-    """
+    """Starts the engine `<engine>-<model>` without weights; `close_engines` ends it."""
     engine_name, config = name.partition("-")[0], PACKAGED_ALL[name]
     if engine_name == "vllm":
         vllm_kernels.register()
@@ -407,6 +405,18 @@ def full_logits(model: Any, request: Request, completion: Completion) -> Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([request.prompt + completion.tokens])).logits[0]
     return logits[len(request.prompt) - 1 : -1]
+
+
+def worst_logp(engine: Any, model: Any, requests: Sequence[Request]) -> float:
+    """Returns the largest difference of greedy responses to the model; inf if a token differs."""
+    worst = 0.0
+    for request, done in zip(requests, generate(engine, requests), strict=True):
+        logp_LV = full_logits(model, request, done).log_softmax(-1)
+        if logp_LV.argmax(-1).tolist() != list(done.tokens):
+            return float("inf")
+        logps = logp_LV[range(len(done.tokens)), list(done.tokens)]
+        worst = max(worst, float((logps - torch.tensor(done.logps)).abs().max()))
+    return worst
 
 
 def expected_logps(model: Any, request: Request, completion: Completion) -> Tensor:

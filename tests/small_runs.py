@@ -8,20 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from command_line import QUICKSTART
+from command_line import FRESH, NO_EVALUATION, QUICKSTART
 
 from hybridrl import Trainer
 
 SMALL = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
+    *FRESH,
     f"data.prompts={QUICKSTART / 'train.jsonl'}",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *NO_EVALUATION,
     "steps.prompts_per_step=4",
     "steps.samples_per_prompt=2",
-    "train.tp=1",
-    "train.pp=1",
     "train.warmup_steps=0",
     "rollout.engine=scripted",
     "reward.function=scripted_reward:digits",
@@ -37,14 +33,7 @@ SMALL = (
 def small_run(
     folder: Path, *overrides: str, config: str = "grpo.yaml", **given: Any
 ) -> Iterator[Trainer]:
-    """Builds a trainer whose run folder lies in `folder`, and closes it at the end.
-
-    Args:
-        folder: of run folders.
-        overrides: knobs on top of SMALL.
-        config: of the quickstart's configurations.
-        **given: objects in place of sections, as of `Trainer`.
-    """
+    """Yields a trainer with SMALL and `overrides`, whose run folder lies in `folder`; closes it."""
     knobs = [*SMALL, f"run.dir={folder}", *overrides]
     if config == "ppo.yaml":
         knobs.remove("steps.samples_per_prompt=2")

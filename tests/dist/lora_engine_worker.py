@@ -6,11 +6,10 @@ lora_engine_worker.py ENGINE
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from adapter_cases import draw_adapter, hf_tensors, with_adapter, write_tensors
-from engine_cases import ALL_MODELS, PACKAGED_ALL, full_logits, make_reference, make_requests
+from engine_cases import ALL_MODELS, PACKAGED_ALL, make_reference, make_requests, worst_logp
 from packaged import engine_class
 
 from hybridrl.models.adapters.lora import Lora
@@ -21,23 +20,11 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.rollout.engine import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=10)
 # float32 sums in another order, over three layers.
 LOGP_TOLERANCE = 1e-4
-
-
-def worst_logp(engine: Any, peft: Any) -> float:
-    """Returns the largest difference to PEFT; inf if a token differs."""
-    requests, worst = make_requests(5, GREEDY), 0.0
-    for request, done in zip(requests, generate(engine, requests), strict=True):
-        logp_LV = full_logits(peft, request, done).log_softmax(-1)
-        if logp_LV.argmax(-1).tolist() != list(done.tokens):
-            return float("inf")
-        logps = logp_LV[range(len(done.tokens)), list(done.tokens)]
-        worst = max(worst, float((logps - torch.tensor(done.logps)).abs().max()))
-    return worst
 
 
 def run(engine_name: str, rank: int, num_kv_heads: int) -> None:
@@ -57,14 +44,14 @@ def run(engine_name: str, rank: int, num_kv_heads: int) -> None:
         draw_adapter(peft, version)
         tensors = hf_tensors(peft, lora)
         write_tensors(engine, tensors, version)
-        worst.append(worst_logp(engine, peft))
+        worst.append(worst_logp(engine, peft, make_requests(5, GREEDY)))
     assert max(worst) < LOGP_TOLERANCE, worst
     # The other rank's columns of A, and its rows of B: both ranks' parts, swapped.
     for proj, dim in (("self_attn.o_proj.lora_A", 1), ("mlp.up_proj.lora_B", 0)):
         part = f"model.layers.1.{proj}.weight"
         swapped = torch.cat(tensors[part].chunk(2, dim)[::-1], dim)
         write_tensors(engine, {**tensors, part: swapped}, 2)
-        found = worst_logp(engine, peft)
+        found = worst_logp(engine, peft, make_requests(5, GREEDY))
         assert found > 10 * LOGP_TOLERANCE, (part, found)
     engine.close()
     print(f"rank {rank} with {num_kv_heads} key-value heads: within {max(worst):.1e} of PEFT")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from adapter_cases import canonical, part, with_layers
-from engine_cases import ALL_MODELS, full_logits, make_reference, make_requests
+from engine_cases import ALL_MODELS, make_reference, make_requests, worst_logp
 from lora_worker import make
 from packaged import engine_class
 from torch import Tensor
@@ -36,7 +36,7 @@ from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.engine import SamplingParams, generate
+from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.training.model import ParallelModel
@@ -79,18 +79,6 @@ def draw(peft: Any, model: ParallelModel, seed: int) -> None:
             part(own[region.local], region.local_box).copy_(part(whole[region.hf], region.hf_box))
 
 
-def worst_logp(engine: Any, peft: Any) -> float:
-    """Returns the largest difference to PEFT; inf if a token differs."""
-    requests, worst = make_requests(4, GREEDY), 0.0
-    for request, done in zip(requests, generate(engine, requests), strict=True):
-        logp_LV = full_logits(peft, request, done).log_softmax(-1)
-        if logp_LV.argmax(-1).tolist() != list(done.tokens):
-            return float("inf")
-        logps = logp_LV[range(len(done.tokens)), list(done.tokens)]
-        worst = max(worst, float((logps - torch.tensor(done.logps)).abs().max()))
-    return worst
-
-
 def check_pair(
     folder: Path,
     name: str,
@@ -127,7 +115,7 @@ def check_pair(
         if version < UPDATES:
             hybrid.to_train()
     assert isinstance(hybrid.transport, PeerTransport) == is_peer
-    worst = worst_logp(engine, peft)
+    worst = worst_logp(engine, peft, make_requests(4, GREEDY))
     assert worst < LOGP_TOLERANCE, worst
     check_faults(hybrid, engine)
     shared = getattr(engine, "shared", frozenset())
@@ -143,10 +131,7 @@ def check_pair(
 
 
 def check_faults(hybrid: HybridEngine, engine: Any) -> None:
-    """Faults behind the transport's back, on the last rank's engine, are found on every rank.
-
-    B of gate and up are swapped, or B of keys and values if vLLM has no slots for gate and up.
-    """
+    """Faults on the last rank's engine are found on every rank: B of two projections swapped."""
     tensors: Mapping[str, Tensor] = engine.tensors()
     names = [name for name in tensors if "lora" in name]
     is_hf, has_dense = engine.name == "hf", "gate_up_proj" in str(names)

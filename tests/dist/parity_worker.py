@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,13 +47,23 @@ GRADIENT_TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order
 
 
 def sample_batch(vocab: int, lengths=LENGTHS) -> TrainBatch:
+    return grouped_batch([(prompt, (response,)) for prompt, response in lengths], vocab)
+
+
+def grouped_batch(groups: Sequence[tuple[int, Sequence[int]]], vocab: int) -> TrainBatch:
+    """Returns a batch of random tokens; each group is its prompt's length and its responses'."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
 
-    prompts = [Prompt(i, "", draw(p), {}, draw(r)) for i, (p, r) in enumerate(lengths)]
-    return TrainBatch.supervised(prompts, Producer.here("the parity test"))
+    prompts, group_B = [], []
+    for number, (length, responses) in enumerate(groups):
+        tokens = draw(length)
+        prompts += [Prompt(number, "", tokens, {}, draw(count)) for count in responses]
+        group_B += [number] * len(responses)
+    batch = TrainBatch.supervised(prompts, Producer.here("a test of groups"))
+    return replace(batch, group_B=torch.tensor(group_B))
 
 
 def with_experts(batch: TrainBatch, shape) -> TrainBatch:
@@ -216,9 +227,7 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
 
 
 def on_disk(oracle, attribute: str) -> dict[str, torch.Tensor]:
-    """Returns a tensor of each parameter of a HF model under the names, and of the shapes, that
-    transformers writes: experts, which it stacks in memory, one by one.
-    """
+    """Returns a tensor of each parameter by the names and shapes that transformers writes."""
     with tempfile.TemporaryDirectory() as folder:
         state = {name: getattr(p, attribute) for name, p in oracle.named_parameters()}
         oracle.save_pretrained(folder, state_dict=state)
@@ -236,11 +245,7 @@ def losses_of(name: str) -> MoeConfig:
 
 
 def router_losses(oracle, routed, losses: MoeConfig) -> torch.Tensor:
-    """Returns the losses of a micro-batch's tokens, not yet divided by the tokens of the batch.
-
-    Args:
-        routed: of each sample transformers' router logits, (T, E) of each layer.
-    """
+    """Returns a micro-batch's sums of losses; `routed` has each sample's router logits (T, E)."""
     found = torch.zeros(())
     for layer in zip(*routed, strict=True):
         logits_TE, k = torch.cat(layer), oracle.config.num_experts_per_tok

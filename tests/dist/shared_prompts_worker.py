@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from parity_worker import FAMILY_KEYS, gradients_in_hf_names, objective
+from parity_worker import FAMILY_KEYS, gradients_in_hf_names, grouped_batch, objective
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
@@ -43,21 +43,6 @@ GROUPS = (
 )
 BUDGET = 96
 TOLERANCE = 2e-6  # of the largest gradient; fp32 sums in another order, nothing else
-
-
-def a_batch(vocab: int) -> TrainBatch:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
-
-    prompts, groups = [], []
-    for number, (length, responses) in enumerate(GROUPS):
-        tokens = draw(length)
-        prompts += [Prompt(number, "", tokens, {}, draw(count)) for count in responses]
-        groups += [number] * len(responses)
-    batch = TrainBatch.supervised(prompts, Producer.here("the test of shared prompts"))
-    return replace(batch, group_B=torch.tensor(groups))
 
 
 # Episodes of a group, each with its sequences. A sequence is a list of (seed, number of tokens,
@@ -121,6 +106,10 @@ def a_forest(vocab: int) -> TrainBatch:
     return replace(batch, **{name: getattr(found, name) for name in names})
 
 
+def a_batch(vocab: int, is_forest: bool) -> TrainBatch:
+    return a_forest(vocab) if is_forest else grouped_batch(GROUPS, vocab)
+
+
 def value_objective(output_S: torch.Tensor, micro: Any) -> tuple[torch.Tensor, None]:
     weight_S = (micro.positions_S % 5 - 1.5) * micro.loss_mask_S
     return (weight_S * output_S).sum() / 100, None
@@ -152,7 +141,7 @@ def run(
             generator = torch.Generator().manual_seed(number)
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
     model.make_trainable(1e-3)
-    batch = (a_forest if is_forest else a_batch)(source.shape.vocab_size)
+    batch = a_batch(source.shape.vocab_size, is_forest)
     plan = model.plan(batch)
     inputs = plan.inputs
     outputs = model.forward_all(inputs)
@@ -185,7 +174,7 @@ def compare(mesh: Mesh, source: ModelSource, head: str, recompute: str, is_fores
     assert worst <= TOLERANCE * largest, (mesh.world.rank, head, worst / largest)
     assert own_norm > 0 and abs(norm / own_norm - 1) < 1e-5, (head, norm, own_norm)
     assert float((own_T - shared_T).abs().max()) < 1e-5 and own_T.abs().sum() > 0, head
-    tokens = int((a_forest if is_forest else a_batch)(source.shape.vocab_size).lengths_B.sum())
+    tokens = int(a_batch(source.shape.vocab_size, is_forest).lengths_B.sum())
     owns, shareds = zip(*mesh.world.gather_objects((own_held, shared_held)), strict=True)
     copies = mesh.layout.world_size // mesh.layout.dp
     assert sum(owns) == tokens * copies

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import QUICKSTART
+from command_line import FRESH, NO_EVALUATION, QUICKSTART
 from small_runs import small_run
 
 from hybridrl import Trainer
@@ -27,12 +27,8 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.rollout.engine import Request
 
 OVERRIDES = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "train.tp=1",
-    "train.pp=1",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *FRESH,
+    *NO_EVALUATION,
     "steps.samples_per_prompt=3",
     "reward.function=scripted_reward:digits",
     "reward.extract=null",

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from parity_worker import gradients_in_hf_names
+from parity_worker import gradients_in_hf_names, grouped_batch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import make_algorithm
@@ -21,7 +20,7 @@ from hybridrl.algorithms.base import Needs
 from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig
 from hybridrl.config.schema import TrainConfig
-from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes
@@ -40,27 +39,10 @@ LOGP = 1e-5  # fp32 sums in another order, as in parity_worker.py
 GRADIENT = 5e-6  # of the largest; the same
 
 
-def a_batch(vocab: int) -> TrainBatch:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
-
-    prompts, groups = [], []
-    for number, (length, responses) in enumerate(GROUPS):
-        tokens = draw(length)
-        prompts += [Prompt(number, "", tokens, {}, draw(count)) for count in responses]
-        groups += [number] * len(responses)
-    batch = TrainBatch.supervised(prompts, Producer.here("the test of the teacher"))
-    return replace(batch, group_B=torch.tensor(groups))
-
-
 def oracle_logps(
     folder: Path, batch: TrainBatch, vocab: int
 ) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Returns transformers' model and its log-probabilities of all of the policy's tokens in the
-    place of each response token, (R, vocab) with a gradient.
-    """
+    """Returns transformers' model and its log-probabilities at response tokens, (R, vocab)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows, offsets = [], batch.offsets.tolist()
     for sample, prompt in enumerate(batch.prompt_lengths_B.tolist()):
@@ -93,9 +75,7 @@ def whole_kl(
 def check_teacher(
     mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch, oracle_RV: torch.Tensor
 ) -> TrainBatch:
-    """The teacher's columns are transformers' likeliest tokens, their log-probabilities and those
-    of the responses.
-    """
+    """The teacher's columns are transformers' likeliest tokens and log-probabilities."""
     model = build(mesh, root / "teacher", settings)
     model.freeze()
     vocab, mask_T = oracle_RV.size(1), batch.response_mask_T
@@ -113,9 +93,7 @@ def check_teacher(
 def check_student(
     mesh: Mesh, root: Path, settings: TrainConfig, batch: TrainBatch, teacher_RV: torch.Tensor
 ) -> str:
-    """The distillation loss and its gradient are those of transformers and autograd, over all
-    tokens.
-    """
+    """The loss of distillation and its gradient are those of transformers and autograd."""
     algorithm = make_algorithm(DistillationConfig(teacher="t", top_k=TOP))
     model = build(mesh, root / "student", settings)
     model.make_trainable(1e-3)
@@ -170,7 +148,7 @@ def main() -> None:
     start_process_group(platform, 120)
     size = torch.distributed.get_world_size()
     vocab = json.loads((root / "student" / "config.json").read_text())["vocab_size"]
-    batch = a_batch(vocab)
+    batch = grouped_batch(GROUPS, vocab)
     with torch.no_grad():
         _, teacher_RV = oracle_logps(root / "teacher", batch, vocab)
     for text in sys.argv[2:]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import QUICKSTART
+from command_line import FRESH, NO_EVALUATION, QUICKSTART
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,15 +23,11 @@ from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.training.model import ParallelModel
 
 OVERRIDES = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "train.tp=1",
-    "train.pp=1",
+    *FRESH,
     "train.learning_rate=1e-3",
     "train.warmup_steps=0",
     "algorithm.critic_warmup_steps=2",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *NO_EVALUATION,
     "steps.prompts_per_step=6",
     "steps.updates_per_step=2",
     "steps.num_steps=4",

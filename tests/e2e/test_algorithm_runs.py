@@ -9,16 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import QUICKSTART, run
+from command_line import FRESH, NO_EVALUATION, QUICKSTART, run
 
 SMALL = (
     QUICKSTART / "grpo.yaml",
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "train.tp=1",
-    "train.pp=1",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *FRESH,
+    *NO_EVALUATION,
     "steps.prompts_per_step=6",
     "log.tensorboard=false",
     "reward.function=scripted_reward:begins_even",

@@ -7,16 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import FRESH
 from packaged import INSTALLED
 from refusals import QUICKSTART, files_below, hybridrl, refuse
 
 BENCH = ("bench", "rollout")
 GRPO = (
     "examples/quickstart/grpo.yaml",
-    "model.path=null",
-    "model.init=examples/quickstart/model",
-    "train.tp=1",
-    "train.pp=1",
+    *FRESH,
     "steps.prompts_per_step=6",
     "steps.samples_per_prompt=3",
     "data.max_prompt_tokens=8",
@@ -64,7 +62,7 @@ def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder
     assert not any("memory of this rank" in one for one in lines)
     for engine in ("hf", *INSTALLED):
         told = [one.split(maxsplit=1)[1] for one in lines if one.startswith(f"{engine} ")]
-        parts = ("starts", "engine agrees", "warm-up", "round 1 of 2", "round 2 of 2")
+        parts = ("is starting", "engine agrees", "warm-up", "round 1 of 2", "round 2 of 2")
         assert [one for one in told if one.startswith(parts)] == told[:-1] and len(told) == 6
 
 

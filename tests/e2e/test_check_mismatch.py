@@ -7,17 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import FRESH, NO_EVALUATION
 from refusals import QUICKSTART, hybridrl
 
-GRPO = (
-    "examples/quickstart/grpo.yaml",
-    "model.path=null",
-    "model.init=examples/quickstart/model",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
-    "train.tp=1",
-    "train.pp=1",
-)
+GRPO = ("examples/quickstart/grpo.yaml", *FRESH, *NO_EVALUATION)
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import QUICKSTART, start
+from command_line import FRESH, NO_EVALUATION, QUICKSTART, start
 from packaged import PACKAGED
 
 # Of the failed rank for the others, of the launcher for the rest, and what slow machines add.
 SECONDS_TO_END = 23
 CONFIG = (
     QUICKSTART / "grpo.yaml",
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "train.tp=1",
-    "train.pp=1",
+    *FRESH,
     "steps.prompts_per_step=4",
     "steps.samples_per_prompt=2",
     "steps.num_steps=4",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *NO_EVALUATION,
     "reward.function=failing_engine:digits",
     "reward.extract=null",
     "log.tensorboard=false",
@@ -46,12 +42,9 @@ def train(folder: Path, planted: str | None, *more: str) -> tuple[int, str, floa
 
 
 def check_failures(folder: Path, failures: list[tuple[str, int, str]], *more: str) -> None:
-    """Fails one start after the other, each where the one before went on to, and then finishes.
+    """Makes starts fail, each after where the one before continued to, and then finishes.
 
-    Args:
-        folder: of the runs.
-        failures: what is planted, the rank that must be named, what the other rank's log must say.
-        *more: overrides.
+    Each failure: what is planted, the rank to be named, and what the other rank's log must say.
     """
     for planted, rank, said in failures:
         code, output, seconds = train(folder, planted, *more)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import FRESH, NO_EVALUATION
 from fork_starts import COLD
 from refusals import QUICKSTART, TESTS
 
@@ -181,13 +182,9 @@ def test_the_memory_table_follows_what_was_decided(told: dict[str, Any]) -> None
 
 
 EASY = [
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
+    *FRESH,
     f"data.prompts={QUICKSTART / 'train.jsonl'}",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
-    "train.tp=1",
-    "train.pp=1",
+    *NO_EVALUATION,
     "train.learning_rate=3e-3",
     "train.warmup_steps=0",
     "steps.prompts_per_step=16",

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import QUICKSTART, run
+from command_line import FRESH, NO_EVALUATION, QUICKSTART, run
 
 
 @pytest.mark.dist
@@ -16,12 +16,8 @@ def test_hanging_rank_is_named_after_the_stall_timeout_with_its_stack(tmp_path: 
     output = run(
         "train",
         QUICKSTART / "grpo.yaml",
-        "model.path=null",
-        f"model.init={QUICKSTART / 'model'}",
-        "train.tp=1",
-        "train.pp=1",
-        "data.eval_prompts=null",
-        "steps.eval_every=0",
+        *FRESH,
+        *NO_EVALUATION,
         "steps.prompts_per_step=4",
         "reward.function=scripted_reward:hangs_on_rank_1",
         "reward.isolated=false",

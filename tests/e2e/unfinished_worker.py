@@ -7,20 +7,16 @@ import sys
 from pathlib import Path
 
 import torch
-from command_line import QUICKSTART
+from command_line import FRESH, NO_EVALUATION, QUICKSTART
 
 from hybridrl import Trainer
 from hybridrl.parallel.exchange import collect
 
 OVERRIDES = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "train.tp=1",
-    "train.pp=1",
+    *FRESH,
     "steps.prompts_per_step=4",
     "steps.samples_per_prompt=3",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *NO_EVALUATION,
     "reward.function=scripted_reward:digits",
     "reward.isolated=false",
     "reward.extract=null",

@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ import muon_worker
 import shared_prompts_worker
 import torch
 import train_worker
-from parity_worker import gradients_in_hf_names, objective
+from parity_worker import gradients_in_hf_names, grouped_batch, objective
 from tiny_models import save_tiny_models
 
-from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import TrainBatch
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group
@@ -44,21 +43,6 @@ def say(name: str, value: Any) -> None:
     FOUND[name] = value
     print(json.dumps({name: value}), flush=True)
     Path(sys.argv[1]).write_text(json.dumps(FOUND, indent=1) + "\n")
-
-
-def long_batch(vocab: int) -> TrainBatch:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
-
-    prompts, groups = [], []
-    for number, (length, responses) in enumerate(GROUPS):
-        tokens = draw(length)
-        prompts += [Prompt(number, "", tokens, {}, draw(count)) for count in responses]
-        groups += [number] * len(responses)
-    batch = TrainBatch.supervised(prompts, Producer.here("the test of long prompts"))
-    return replace(batch, group_B=torch.tensor(groups))
 
 
 def gradients(run: Any, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -80,7 +64,7 @@ def check_prompts(mesh: Mesh) -> None:
     for name in ("qwen2", "qwen3"):
         make = lambda dtype, **train: train_worker.Run(name, mesh, dtype, **train)  # noqa: E731, B023
         exact = make(torch.float32, layers="torch", share_prompts=False, micro_batch_tokens=BUDGET)
-        batch = long_batch(exact.model.source.shape.vocab_size)
+        batch = grouped_batch(GROUPS, exact.model.source.shape.vocab_size)
         reference, logp_T = gradients(exact, batch)
         del exact
         for way in ("alone", "copies", "two calls"):

@@ -1,6 +1,4 @@
-"""Forty malformed rows of chats, tools, pairs and labels: each is refused before ranks start, by
-one message of the command that names the file and the row.
-"""
+"""Forty malformed rows: each is refused before ranks start, with the file's and the row's name."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import QUICKSTART
+from command_line import FRESH, NO_EVALUATION, QUICKSTART
 
 from hybridrl.cli import main
 from hybridrl.errors import UserError
@@ -147,13 +145,9 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "prompts of no user's text": ("grpo", {"prompt": [], "answer": "a"}, "prompt = []"),
 }
 SMALL = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
-    "data.eval_prompts=null",
-    "steps.eval_every=0",
+    *FRESH,
+    *NO_EVALUATION,
     "steps.stop_at_accuracy=null",
-    "train.tp=1",
-    "train.pp=1",
 )
 
 

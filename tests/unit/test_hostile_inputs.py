@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from command_line import QUICKSTART
+from command_line import FRESH, QUICKSTART
 from pyarrow import parquet
 
 from hybridrl.cli import main
@@ -22,11 +22,8 @@ from hybridrl.services.launch import training
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 SMALL = (
-    "model.path=null",
-    f"model.init={QUICKSTART / 'model'}",
+    *FRESH,
     f"data.prompts={QUICKSTART / 'train.jsonl'}",
-    "train.tp=1",
-    "train.pp=1",
 )
 LONG = "n" * 300
 NINES = "9" * 5000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planned_configs import QWEN25_7B
 
 from hybridrl import ops
 from hybridrl.errors import ModelError, UserError
@@ -51,9 +51,6 @@ from hybridrl.services.cluster_check import environment
 GIB = 1 << 30
 NEEDS = ["numpy", "torch==2.11.0", "transformers==5.12.1", "torch==1.0; extra == 'old'"]
 GOOD = {"sglang": "0.5.16", "torch": "2.11.0+cu130", "transformers": "5.12.1"}
-QWEN_7B: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-7b.json").read_text()
-)
 
 
 @pytest.fixture
@@ -148,11 +145,11 @@ def test_longrope_has_one_table_of_angles_for_all_positions() -> None:
 
 def settings(**changes: Any) -> EngineSettings:
     given = {"dtype": "bfloat16", "max_batch": 256, "max_tokens": 1024, **changes}
-    return EngineSettings(QWEN_7B, ["Qwen2ForCausalLM"], **given)
+    return EngineSettings(QWEN25_7B, ["Qwen2ForCausalLM"], **given)
 
 
 def test_cpu_engine_has_room_for_its_requests_and_at_most_a_gigabyte() -> None:
-    _, shape = read_model(None, QWEN_7B)
+    _, shape = read_model(None, QWEN25_7B)
     small = server_arguments(settings(max_batch=2), shape, 1, 0, None)
     assert small["max_total_tokens"] == 2 * (1024 + SPARE_TOKENS)
     assert longest_request(1024 + SPARE_TOKENS) == 1024
@@ -168,7 +165,7 @@ def test_cpu_engine_has_room_for_its_requests_and_at_most_a_gigabyte() -> None:
 
 
 def test_gpu_engine_leaves_what_the_trainer_holds() -> None:
-    _, shape = read_model(None, QWEN_7B)
+    _, shape = read_model(None, QWEN25_7B)
     memory = 80 * GIB, 80 * GIB
     whole = server_arguments(settings(), shape, 1, 15 * GIB, memory)
     bound = server_arguments(settings(reserved_bytes=40 * GIB), shape, 1, 15 * GIB, memory)
@@ -279,9 +276,7 @@ def test_attention_is_one_that_can_be_imported(
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Returns a function that makes a package of modules with this text the SGLang that is
-    imported. The environment is put back afterwards.
-    """
+    """Returns a function that makes a package of this text the imported SGLang, until the end."""
     root = tmp_path / "sglang"
     files = [root / "srt" / f"{name}.py" for name in PLANTED]
 
