@@ -68,9 +68,7 @@ def hf_tensors(wrapped: Any, lora: Lora) -> dict[str, Tensor]:
 def merge_random(
     model: Any, family: Family, shape: ModelShape, seed: int
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Adds a random adapter to a model's own weights, for mixtures, where PEFT adapts the experts
-    too; returns the model, and its weights without the adapter together with the adapter.
-    """
+    """Returns the model with a random adapter in its own weights, and all weights apart."""
     generator = torch.Generator().manual_seed(seed)
     base = checkpoint_tensors(model, model.config.to_dict())
     tensors = {name: tensor.detach().clone() for name, tensor in base.items()}

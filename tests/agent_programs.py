@@ -1,7 +1,6 @@
-"""Agent programs against the SDKs of OpenAI and Anthropic, for tests of the endpoint.
+"""Agent programs against the SDKs of OpenAI and Anthropic alone: runs with other versions of them.
 
-Uses only these SDKs, so that it runs in environments with other versions of them:
-`python agent_programs.py PROGRAM API URL TOKEN`.
+`python agent_programs.py PROGRAM API URL TOKEN`
 """
 
 from __future__ import annotations

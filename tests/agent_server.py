@@ -44,12 +44,7 @@ def written(prompt: str) -> tuple[str, float]:
 class ScriptedRank(threading.Thread):
     """A rank's loop over a model that writes what `written` says.
 
-    Args:
-        queue: Turns to sample.
-
-    Attributes:
-        done: Finished turns by number: the request and its completion.
-        aborted: Numbers of turns that were aborted.
+    `done` has the request and completion of each finished turn, `aborted` numbers of aborted ones.
     """
 
     def __init__(self, queue: TurnQueue) -> None:

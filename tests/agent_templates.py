@@ -92,13 +92,8 @@ def _harmony(name: str, arguments: Mapping[str, Any], place: int) -> str:
 class Family:
     """A chat template, and how its model writes.
 
-    Args:
-        call: Text of a tool call with its name, arguments and number.
-        end, call_end: Tokens with which the model ends a turn without and with calls.
-        others: Further tokens that end turns.
-        special: Further special tokens of the tokenizer.
-        before: Text of the model between the generation prompt and an answer.
-        thinks: Whether the model may write reasoning in `<think>` tags.
+    `call` writes a tool call with its name, arguments and number; turns without and with calls end
+    with `end` and `call_end`, or a token in `others`; the model writes `before` before an answer.
     """
 
     template: str

@@ -48,13 +48,7 @@ def noisy(prompt: str, response: str, columns: Mapping[str, Any]) -> float:
 
 @dataclass
 class Started:
-    """A run, and this side of its console.
-
-    Attributes:
-        process: the launcher.
-        console: where what the run writes comes; None: this side is closed.
-        is_read: whether it is taken away.
-    """
+    """A run, and this side of its console; `console` is None if this side is closed."""
 
     process: subprocess.Popen[bytes]
     console: int | None
@@ -137,13 +131,7 @@ def stop_reading(run: Started) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a console breaks.
-
-    Args:
-        start: starts the run.
-        act: breaks its console.
-        code: that the run is to end with; 0: it takes all its steps.
-    """
+    """How a console breaks; the run must end with `code`, 0 after all its steps."""
 
     start: Callable[[list[str]], Started]
     act: Callable[[Started], None]
@@ -167,14 +155,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
-
-    Args:
-        code: the launcher's exit code, 128 + the signal's number where a signal killed it.
-        steps: that metrics.jsonl has.
-        saved: the step of the newest checkpoint; None: there is none.
-        took_s: from the moment to the end.
-    """
+    """How a run ended: code 128 + N after signal N, steps in metrics.jsonl, newest checkpoint."""
 
     code: int
     steps: int
@@ -182,9 +163,7 @@ class Ended:
     took_s: float
 
     def is_right(self, way: Way) -> bool:
-        """Whether that is how it is to end: nothing that was trained is lost. A signal may come too
-        late to stop it.
-        """
+        """Whether the run ended so and lost no step; a signal may come too late to stop it."""
         is_done = self.code == 0 and self.steps == NUM_STEPS
         is_stopped = self.code == way.code != 0
         return (is_done or is_stopped) and self.steps == (self.saved or 0)

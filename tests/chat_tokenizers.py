@@ -42,9 +42,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def published_template(name: str) -> str:
-    """Returns a chat template as a model's repository has it, from the copies that TRL keeps (extra
-    `test`; Apache-2.0, TRL's README says which repository each is of).
-    """
+    """Returns a model's chat template, from TRL's copies (extra `test`; Apache-2.0)."""
     found = find_spec("trl")
     if found is None or found.origin is None:
         pytest.skip("TRL is not installed")
@@ -55,13 +53,9 @@ def published_template(name: str) -> str:
 def byte_tokenizer(
     template: str | None = CHATML, more_special: Sequence[str] = (), **options: Any
 ) -> Any:
-    """Returns a fast tokenizer of transformers: GPT-2's bytes with merges of a few English words,
-    among them of line breaks and of spaces with letters.
+    """Returns a fast tokenizer: GPT-2's bytes with merges of a few words, line breaks and spaces.
 
-    Args:
-        template: for chats.
-        more_special: further special tokens.
-        options: of the tokenizer.
+    `options` are the tokenizer's.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -9,9 +9,7 @@ ROUNDS, ROUNDS_S = 500_000, 0.045  # of a loop, and the CPU time that limits are
 
 
 def slowness() -> float:
-    """Returns how much slower this core is, at this moment, than the one that limits are made for;
-    1 for a faster one. Cores of two machines differ by 2, and share what a busy one beside leaves.
-    """
+    """Returns how much slower this core is now than the one for which limits are made; >= 1."""
     began = time.process_time()
     total = 0
     for number in range(ROUNDS):
@@ -20,10 +18,9 @@ def slowness() -> float:
 
 
 def is_within(limit_s: float, call: Callable[[], object], tries: int = 5) -> bool:
-    """Returns whether one of a few calls takes less CPU time than the limit, on a slower core than
-    the one that limits are made for as much more.
+    """Returns whether one of `tries` calls is within a limit of CPU time, scaled to this core.
 
-    A call may meet the garbage of all tests before it; each of five does not.
+    A call may meet the garbage of all earlier tests.
     """
     for _ in range(tries):
         factor = slowness()

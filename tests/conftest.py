@@ -52,9 +52,7 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 
 @cache
 def starts_ranks(file: str) -> bool:
-    """Whether some test of a file, named from the project's root, starts several ranks that do more
-    than wait.
-    """
+    """Whether a test in a file, relative to the root, starts several ranks that compute."""
     path = Path(__file__).parents[1] / file
     text = path.read_text(encoding="utf-8")
     return (path.parent.name == "dist" or "mark.dist" in text) and "mark.waits" not in text

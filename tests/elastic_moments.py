@@ -45,16 +45,9 @@ AWAY_S = 25.0  # of a node that does not answer at once
 class Moment:
     """What was killed when, and what followed.
 
-    Args:
-        what: "rank", "node" or "node, away".
-        name: of the node.
-        phase: of the run, as rank 0 said.
-        since_s: since the loss before.
-        took_s: until a step was finished again.
-        ranks: of the start that finished it.
-        lost_steps: finished ones that were taken again.
-        num_losses: 2 where a rank of another node was killed while ranks were started: that node is
-            left out then, and its memory with it.
+    Seconds: `since_s` the loss before, `took_s` until a step was finished again. `what` is "rank",
+    "node" or "node, away"; `ranks` are those that went on; `lost_steps` were taken again.
+    `num_losses` is 2 if a rank of another node was killed during a start: its node is left out.
     """
 
     what: str
@@ -68,13 +61,7 @@ class Moment:
 
 
 class Job:
-    """A run on three nodes.
-
-    Args:
-        folder: for all files.
-        nodes: that are up.
-        knobs: of the run, besides.
-    """
+    """A run on three nodes, with its files in `folder`; `nodes` are up."""
 
     def __init__(self, folder: Path, nodes: Nodes, *knobs: str) -> None:
         self.nodes, self.run_folder = nodes, folder / "runs" / "quickstart-grpo"
@@ -174,9 +161,7 @@ def job_on_nodes(folder: Path, *knobs: str) -> Iterator[Job]:
 
 
 def moments(job: Job, count: int, chance: random.Random) -> Iterator[Moment]:
-    """Kills so often; yields what each cost. One in four comes soon after the one before, when
-    ranks are being started.
-    """
+    """Kills so often; yields each loss. One in four follows soon, while ranks are being started."""
     wait_for(job, 2)
     for number in range(count):
         since = chance.uniform(0, 12) if number % 4 == 3 else chance.uniform(0.5, 6)
@@ -224,15 +209,7 @@ def wait_for(job: Job, step: int) -> None:
 def largest_differences(
     job: Job, folder: Path, world: int = 1, *knobs: str, keys: Sequence[str] = KEYS
 ) -> dict[str, float]:
-    """Returns the differences to a run of so many ranks that nothing happened to.
-
-    Args:
-        job: the run.
-        folder: for the other one's files.
-        world: ranks of the other one.
-        *knobs: of both, besides those of all.
-        keys: the metrics that are compared.
-    """
+    """Returns the differences in metrics `keys` to a run of `world` ranks without losses."""
     found = job.records()
     ends = (f"steps.num_steps={len(found)}", f"run.dir={folder}", "checkpoint.every=0")
     given = (*KNOBS, *knobs, *ends, "--world", str(world))

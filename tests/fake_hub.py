@@ -16,11 +16,9 @@ Files = dict[str, bytes]
 
 
 class FakeHub:
-    """Serves what `snapshot_download` and `datasets` ask for.
+    """Serves what `snapshot_download` and `datasets` request, and records paths in `asked`.
 
-    Attributes:
-        asked: paths of all requests, in order.
-        moves: commits that main moves to, by repository, as soon as it was asked for once.
+    Main moves to the commit that `moves` has for a repository after the first request.
     """
 
     def __init__(self) -> None:
@@ -123,9 +121,7 @@ def _entry(name: str, content: bytes) -> dict[str, object]:
 
 
 def settings(url: str, cache: Path) -> list[tuple[Any, str, Any]]:
-    """Returns what makes the libraries of a process, which read the environment once, use a hub:
-    (module, name, value).
-    """
+    """Returns (module, name, value) to patch, because libraries read the environment only once."""
     import datasets.config
     from huggingface_hub import constants
 

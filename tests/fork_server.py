@@ -69,12 +69,7 @@ class Request:
 
 
 def serve(listener: socket.socket, alive: int | None = None) -> Request:
-    """Answers requests; returns only in a child, with what it is to become.
-
-    Args:
-        listener: where askers connect.
-        alive: a descriptor that ends when nobody is left to ask; this process then ends too.
-    """
+    """Answers requests; returns only in a child, with its request. Ends when `alive` ends."""
     watched = [listener] if alive is None else [listener, alive]
     while True:
         ready, _, _ = select.select(watched, [], [])
@@ -218,9 +213,7 @@ def main() -> None:
 
 
 def _with_server(address: str, request: Request) -> Request:
-    """Starts a server below this process, and returns what this one, or a child of that server, is
-    to become.
-    """
+    """Starts a server below this process; returns the request of this process, or of a child."""
     with socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address)  # of a process that had the same number
@@ -244,8 +237,8 @@ def _with_server(address: str, request: Request) -> Request:
 
 
 def _end(program: Callable[[], None]) -> NoReturn:
-    """Runs a program and ends the process as Python would, but takes nothing apart: that would
-    touch each object of all modules, and copy its page, which takes longer than most runs.
+    """Runs a program and ends the process without teardown, which would copy pages of all modules
+    and take longer than most runs.
     """
     code: object = 0
     try:

@@ -136,9 +136,7 @@ class _Starts:
     def server_for(
         self, program: Sequence[str], environment: Mapping[str, str], folder: str
     ) -> Server | None:
-        """Returns the server whose fork would be the same as a new start there; None: there is
-        none.
-        """
+        """Returns the server whose fork equals a new start, or None."""
         is_same = _read_at_import(environment) == _read_at_import(self.environment)
         is_same = is_same and environment.get(COLD) != "1"
         if not is_same or os.getpid() != self.process or not self._is_ours(program, folder):
@@ -272,11 +270,7 @@ def _limits() -> list[tuple[int, tuple[int, int]]]:
 
 
 def _ask(server: Server, request: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """Returns the number of the process that has become a child of this one.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Returns the pid of the new child of this process; RuntimeError if there is none."""
     body = json.dumps(request).encode()
     prctl = ctypes.CDLL(None).prctl
     with _ASKING, socket.socket(socket.AF_UNIX) as connection:
@@ -299,12 +293,7 @@ def _ask(server: Server, request: dict[str, Any], descriptors: Sequence[int]) ->
 
 
 def install(root: Path, server: Server | None = None) -> None:
-    """Makes this process start hybridrl's processes by forks, until its end.
-
-    Args:
-        root: of the project.
-        server: what forks; None: one is started at the first use.
-    """
+    """Makes this process start hybridrl's processes by forks of `server`, else of a new one."""
     if sys.platform != "linux" or os.environ.get(COLD) == "1" or _STARTS:
         return
     _STARTS.append(_Starts(root, server))

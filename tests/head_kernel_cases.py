@@ -110,12 +110,7 @@ def ours(head: Head, cuts: list[int], main_grad_VD: torch.Tensor | None) -> Foun
 
 
 def plain(head: Head, dtype: torch.dtype, logits_dtype: torch.dtype) -> Found:
-    """Computes the same by autograd through the materialised logits.
-
-    Args:
-        dtype: of hidden states and weights.
-        logits_dtype: of everything after the product.
-    """
+    """Computes the same by autograd through logits in `logits_dtype`."""
     hidden = head.hidden_TD.to(dtype).detach().requires_grad_()
     weight = head.weight_VD.to(dtype).detach().requires_grad_()
     logits = (hidden @ weight.T).to(logits_dtype)

@@ -75,9 +75,8 @@ def random_case(rng: random.Random) -> None:
 
 
 def blocks_by_copy_engines(rng: random.Random) -> int:
-    """Blocks by each way that this host has, between work that waits for them; returns the ways.
-
-    The source is written right before, and the destination read right after, on another stream.
+    """Copies blocks in each way that this host has, between work on other streams that waits for
+    them; returns the ways.
     """
     if DEVICE.type == "cpu" or not copy_engine.has_copy_engine():
         return 0

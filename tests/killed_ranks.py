@@ -48,11 +48,7 @@ def check_same(found: list[dict[str, float]], expected: list[dict[str, float]]) 
 def lose_a_rank(
     arguments: Sequence[str | Path], folder: Path, rank: int, world: int = 4
 ) -> tuple[str, float]:
-    """Runs ranks of the quickstart, one of which is killed in step 4 and does not come back.
-
-    Returns:
-        The output, and how long it took until a step was taken again, seconds.
-    """
+    """Runs the quickstart with a rank killed for good in step 4; returns output and seconds."""
     broken = folder / "broken"
     process = start(
         [*arguments, "run.max_restarts=3", "--world", str(world)],

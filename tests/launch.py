@@ -18,16 +18,9 @@ TAIL_LINES = 40
 
 
 def run_ranks(world: int, module_or_script: str, args: Sequence[str], timeout_s: float) -> None:
-    """Runs `world` processes of a script (`*.py`) or module and waits for all of them.
+    """Runs `world` processes of a script (`*.py`) or module until all end within `timeout_s`.
 
-    Args:
-        world: number of ranks; each finds RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* set.
-        module_or_script: what Python runs.
-        args: its arguments.
-        timeout_s: all ranks must have ended by then.
-
-    Raises:
-        AssertionError: a rank failed or none ended in time; shows the end of each rank's output.
+    Raises AssertionError with the end of each rank's output if one fails or is late.
     """
     is_script = module_or_script.endswith(".py")
     command = [sys.executable, *([] if is_script else ["-m"]), module_or_script, *args]
@@ -91,9 +84,7 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Returns a port that nothing listens on, of those that no system hands out by itself: what
-    asks for any port meanwhile does not get this one.
-    """
+    """Returns a free port that the system does not hand out by itself."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as server, contextlib.suppress(OSError):

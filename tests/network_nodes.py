@@ -30,13 +30,7 @@ exec ip netns exec {prefix}$1 unshare --uts bash -c \\
 
 
 class Nodes:
-    """Nodes that are up.
-
-    Args:
-        names: of the nodes; the first has the address 10.77.0.1.
-        home: a folder for each.
-        prefix: of their namespaces.
-    """
+    """Nodes that are up; the first has the address 10.77.0.1, each a folder in `home`."""
 
     def __init__(self, names: Sequence[str], home: Path, prefix: str) -> None:
         self.names, self.home, self.prefix = names, home, prefix

@@ -67,9 +67,7 @@ async def said(task: Any, messages: list[Any], **more: Any) -> str:
 
 
 async def branching(task: Any) -> float:
-    """Has two turns, then two subagents at once that continue them, and a conversation of its
-    own.
-    """
+    """Has two turns, then two subagents that continue them, and a conversation of its own."""
     messages = [user(task.prompt)]
     await said(task, messages)
     messages.append(user("12*3="))

@@ -48,9 +48,7 @@ class Sums:
 
 
 class Counts:
-    """Answers a turn with how many letters it has read; is done when that is divisible by 3. Takes
-    another time for each turn, in every run.
-    """
+    """Answers with the number of letters read; done if divisible by 3. Turns differ in time."""
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
         self.total, self.clock = len(prompt), random.SystemRandom()

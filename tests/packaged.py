@@ -27,9 +27,7 @@ LOSE_PRESENCE = ("vllm",)
 
 
 def needs(engine: str) -> tuple[Any, Any]:
-    """Returns the marks of a test that needs an engine. On GPU hosts there is no float32 attention;
-    benchmarks and GPU tests look at them there.
-    """
+    """Returns the marks of a test that needs an engine: CPU only, where attention has float32."""
     is_there = find_spec(engine) is not None and not torch.cuda.is_available()
     skip = pytest.mark.skipif(not is_there, reason=f"needs {engine} on a host without GPUs")
     return pytest.mark.engine, skip

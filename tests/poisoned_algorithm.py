@@ -13,12 +13,7 @@ from hybridrl.contracts.batch import MicroBatch
 
 
 class Poisoned:
-    """Acts as the algorithm of a section `of`, but for micro-batches with such a prompt.
-
-    Args:
-        token: first token of prompts whose micro-batch has the loss NaN.
-        of: the other algorithm's section.
-    """
+    """Acts as the algorithm `of`, but the loss of micro-batches whose prompt has `token` is NaN."""
 
     def __new__(cls, token: int, of: dict[str, Any]) -> Any:
         minimal = {"run": {"name": "any"}, "model": {"init": "any"}, "algorithm": of}

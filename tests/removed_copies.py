@@ -31,15 +31,9 @@ MAX_S = 60.0
 
 @dataclass(frozen=True)
 class Removal:
-    """What was removed when, and what followed.
+    """What was removed when ("file", "copy" or "all", of one node), and what the run said.
 
-    Args:
-        what: "file", "copy" or "all", of one node.
-        name: of the file or folder.
-        phase: of the run, as rank 0 said.
-        since_s: since the run was in order after the removal before.
-        took_s: until two further steps were finished and a newer copy was whole on all nodes.
-        said: what the run said of it.
+    `since_s` is since the run had recovered; `took_s` until two more steps and a whole newer copy.
     """
 
     what: str

@@ -19,9 +19,7 @@ def steps_and_sizes(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def went_on(job: subprocess.Popen[str], folder: Path, sizes: list[int]) -> float:
-    """Waits until a run has had starts of so many ranks and two more steps; returns how long it
-    took, seconds.
-    """
+    """Waits for starts of so many ranks and two more steps; returns the seconds."""
     done, begun = len(steps_and_sizes(folder)[0]), time.monotonic()
     while True:
         assert job.poll() is None and time.monotonic() - begun < 120, steps_and_sizes(folder)

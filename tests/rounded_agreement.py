@@ -22,9 +22,7 @@ LEAST_GREEDY = 0.9
 
 
 def check_rounded(rounded: Any, asked: Sequence[Request], done: Sequence[Completion]) -> float:
-    """Checks greedy completions against a transformers model in bfloat16; returns the ratio of
-    distances.
-    """
+    """Checks greedy completions against a bfloat16 model; returns the ratio of distances."""
     exact = copy.deepcopy(rounded).float()
     ours, theirs, greedy = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for request, completion in zip(asked, done, strict=True):

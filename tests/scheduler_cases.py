@@ -35,9 +35,7 @@ OF_FIRST_RUNNER = "prev_step_scheduled_req_ids"
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a scheduler: whether it runs ahead of the model, which of vLLM's runners it is for, its
-    blocks, and the most tokens of a step (fewer than a prompt: it is computed in parts).
-    """
+    """A scheduler: whether it runs ahead of the model, vLLM's runner, blocks, tokens in a step."""
 
     is_async: bool
     is_second_runner: bool
@@ -177,19 +175,11 @@ def draw(scheduled: Any, sampled: Sequence[str], rng: np.random.Generator) -> An
 def compare_schedulers(
     core: Any, kind: Kind, num_requests: int, is_known: bool = True
 ) -> tuple[Player, Counter[str]]:
-    """Plays requests that come in two waves, and a last one alone; some are aborted, once all of
-    them, as an update of weights does.
+    """Plays requests in two waves and a last one; some are aborted, once all, as by an update.
 
-    Args:
-        core: vLLM's `EngineCore`, or what of one is needed to make a scheduler and requests.
-        num_requests: in all.
-        is_known: what the shortcuts are told of vLLM's version.
-
-    Returns:
-        The player with our shortcuts, and how many steps, tokens and parts of prompts there were.
-
-    Raises:
-        AssertionError: the two differ in what they schedule, tell or hold after a step.
+    `core` is vLLM's `EngineCore` or a part; `is_known`, what the shortcuts learn of vLLM's version.
+    Returns the player with our shortcuts, and counts of steps, tokens and parts of prompts.
+    AssertionError if the two schedule, report or hold different things after a step.
     """
     players = [Player(core, kind, False), Player(core, kind, True, is_known)]
     own = players[0].scheduler

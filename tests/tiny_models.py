@@ -428,9 +428,7 @@ def slices_of(stored: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[
 
 @contextmanager
 def chosen_by(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Gives the experts, (T, K), that each router of a transformers model chooses, layer after
-    layer.
-    """
+    """Yields the experts, (T, K), that routers of a transformers model choose, by layer."""
     found: list[torch.Tensor] = []
     gates = [
         part for name, part in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))

@@ -172,9 +172,7 @@ def _with_latents(rng: random.Random, shape: ModelShape, moe: MoeShape) -> Model
 
 
 def random_placed_case(seed: int, world: int | None = None) -> Case:
-    """Returns a case on rank sets of a world of 2 to 8 ranks: disjoint, overlapping or within each
-    other.
-    """
+    """Returns a case on disjoint, overlapping or nested rank sets of a world of 2 to 8 ranks."""
     rng = random.Random(seed)
     while True:
         size = world or rng.randint(2, 8)

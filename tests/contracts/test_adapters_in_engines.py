@@ -146,9 +146,7 @@ def noted_steps(engine: Any) -> list[Any]:
 
 @pytest.mark.parametrize("engine_name", HOLDING)
 def test_requests_of_one_batch_use_the_adapters_that_they_name(engine_name: str, tmp_path) -> None:
-    """The policy, an earlier version of it, a PEFT directory of another rank and of other layers,
-    and the model without adapters. Requests have the same prompts.
-    """
+    """Policy, an earlier version, a PEFT directory of other layers, and none; the same prompts."""
     lora, name = Lora(4, 10.0), name_of(engine_name, QWEN2)
     family, targets = family_of(name, lora)
     engine = start(engine_name, name, family, ("earlier", "other"))
@@ -241,9 +239,7 @@ def check_faults(
 
 
 def check_unused(engine: Any, peft: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Memory that was lent has other content; an update must clear what no adapter fills. An
-    adapter that the package has dropped must be noticed.
-    """
+    """Lent memory has other content, which an update clears; a dropped adapter is noticed."""
     for name, tensor in engine.tensors().items():
         if is_slot(name):
             tensor.fill_(7.0)

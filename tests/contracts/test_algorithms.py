@@ -165,9 +165,7 @@ class Tables:
 def make_batch(
     tables: Tables, seed: int = 0, num_prompts: int = 4, num_samples: int = 3
 ) -> TrainBatch:
-    """Prompts with samples; the old policy is near the current one, some ratios clip. Half of the
-    samples have observations among their tokens.
-    """
+    """Samples of an old policy near the current one, half of them with observations."""
     rng = random.Random(seed)
     rollouts = []
     for p in range(num_prompts):
@@ -625,9 +623,7 @@ def test_advantages_leave_the_rest_of_the_batch_alone(case):
 
 
 def far_apart(batch: TrainBatch, gap: float) -> TrainBatch:
-    """The batch with log-probabilities of -0.5 or `gap` less: of two policies each is the less
-    likely one at some tokens. Teachers' distributions are as uneven.
-    """
+    """The batch with log-probabilities of -0.5 or `gap` less, for each policy at other tokens."""
     mask_T = batch.response_mask_T
     names = ("old_logp_T", "behaviour_logp_T", "reference_logp_T", "teacher_logp_T")
     columns = {name: either(gap, batch.num_tokens) * mask_T for name in names}

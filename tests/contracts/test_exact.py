@@ -84,11 +84,7 @@ def reference(name: str) -> Any:
 
 
 def rollouts_of(engine: Any, temperature: float, repeated: int = 25) -> TrainBatch:
-    """Returns responses of the engine to several prompts, one of them long.
-
-    Args:
-        repeated: Number of repetitions of a short prompt in the long one.
-    """
+    """Returns responses to prompts, a long one among them: a short one `repeated` times."""
     prompts = [request.prompt for request in make_requests(3, SamplingParams())]
     prompts[1] = prompts[1] * repeated
     requests = []
@@ -263,9 +259,7 @@ def test_exact_operations_compute_what_the_usual_layers_compute(
 def test_attention_of_vllm_computes_equal_bits_in_long_sequences(
     dtype: torch.dtype, num_before: int | None
 ) -> None:
-    """A token of a long prompt gets the bits that it gets alone; the kernel would choose other
-    blocks for several queries.
-    """
+    """A token of a long prompt gets the bits that it gets alone, unlike with other block sizes."""
     attend = imported(str(ENGINES["vllm"].exact_attention))
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, n, 3001, 64).to(dtype) for n in (4, 2, 2))
@@ -368,9 +362,7 @@ def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> 
 
 
 class Watched:
-    """One training step: its metrics, the passes that only compute log-probabilities, and the
-    largest log-ratio of each micro-batch.
-    """
+    """A step's metrics, its passes without gradients, and each micro-batch's largest log-ratio."""
 
     def __init__(self, folder: Path, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_passes, self.log_ratios = 0, list[float]()

@@ -103,9 +103,7 @@ def check_experts(model: Any, request: Request, completion: Completion) -> None:
 
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, *RECORDING])
 def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
-    """Also in the sampler's order: it takes requests out of the engine before the weights change,
-    and submits them again afterwards.
-    """
+    """Also in the sampler's order: requests leave the engine while weights change."""
     if not records(name):
         pytest.skip("routers of this transformers do not choose")
     engine, sampling = make_engine(name, records_experts=True), SamplingParams(max_new_tokens=12)
@@ -233,9 +231,7 @@ def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
 
 @pytest.mark.parametrize("name", OF_DEEPSEEK)
 def test_latent_attention_computes_with_copies_of_the_newest_projection_up(name: str) -> None:
-    """The projection itself is not shared. Its copies are views on CPUs, and made so here that they
-    are memory of their own, as on GPUs.
-    """
+    """Copies of the projection, views on CPUs, have memory of their own here as on GPUs."""
     config = PACKAGED_EXPERT_MODELS[name]
     copies = load_symbol(CLASSES[name.partition("-")[0]].partition(":")[0] + ":COPIES")
     family = resolve_family(None, config)

@@ -56,9 +56,7 @@ def shard_of(name: str) -> TrainingShard:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hybrid_engine_generates_with_the_trainers_weights_after_each_update(name: str) -> None:
-    """Delta nets are the trainer's memory: trainer and engine have the same order of projections.
-    Attention is not, since Megatron has another order of heads and gates.
-    """
+    """Delta nets share the trainer's memory; attention has another order of heads."""
     engine = start_packaged(name, shard=shard_of(name), dtype="bfloat16", kv_cache_bytes=None)
     kinds = {n.split(".linear_attn.")[1] for n in engine.shared if ".linear_attn." in n}
     projections = set() if name == GROUPED else {"in_proj_qkvz.weight", "in_proj_ba.weight"}
@@ -74,9 +72,7 @@ def test_hybrid_engine_generates_with_the_trainers_weights_after_each_update(nam
 
 @pytest.mark.parametrize("name", NAMES[:1])
 def test_hybrid_engine_resets_states_of_requests_and_updates(name: str) -> None:
-    """A slot's next request begins with no state; a stopped request's state is computed again, by
-    the new weights.
-    """
+    """A slot's next request begins without state; a stopped one's is computed by new weights."""
     engine = start_packaged(name, max_batch=2, dtype="bfloat16", kv_cache_bytes=None)
     write_weights(engine, rounded_reference(name, 0), 0)
     requests = make_requests(6, GREEDY)

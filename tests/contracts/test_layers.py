@@ -96,9 +96,7 @@ def forward_shared(model: ParallelModel) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_selective_recompute_keeps_no_output_of_activations(mesh: Mesh, name: str) -> None:
-    """Of qwen3_moe one layer is dense, in the others each token has two experts; deepseek_v3 has
-    shared ones besides.
-    """
+    """qwen3_moe has a dense layer and two experts a token; deepseek_v3 also shared ones."""
     models = {way: make(mesh, recompute=way, name=name) for way in ("none", "selective")}
     none, selective = (kept_bytes(partial(forward, model)) for model in models.values())
     saved = none - selective

@@ -1,6 +1,4 @@
-"""The head writes Megatron's main gradient itself, and computes only rows that are read: real
-Megatron, one process.
-"""
+"""The head writes Megatron's main gradient, and computes only rows that are read: one process."""
 
 from __future__ import annotations
 

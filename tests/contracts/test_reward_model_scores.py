@@ -54,9 +54,7 @@ def our_scores(mesh: Mesh, folder: Path, batch: ScoredBatch) -> torch.Tensor:
 
 
 def their_scores(model: Any, batch: ScoredBatch) -> torch.Tensor:
-    """Returns transformers' scores, all at once with padding after the shorter ones, having checked
-    that one after the other has the same.
-    """
+    """Returns transformers' scores of a padded batch, after a check against single samples."""
     texts = batch.tokens_T.split(batch.lengths_B.tolist())
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), True, PAD)
     mask = torch.arange(padded.size(1)) < batch.lengths_B[:, None]

@@ -372,9 +372,7 @@ def test_hf_engine_refuses_what_it_would_decode_wrongly(
 
 
 def test_hf_engine_takes_longrope_whose_factors_are_settled() -> None:
-    """Rows of one batch on both sides of the original length turn by the same angles, as
-    transformers turns those of a long forward.
-    """
+    """Rows on both sides of the original length turn by the same angles, as in transformers."""
     rope = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.4, 2.0]}
     fields = {**TINY, "model_type": "phi3", "original_max_position_embeddings": 16}
     fields["rope_parameters"] = {**rope, "long_factor": [1.0, 3.0, 5.0, 8.0]}

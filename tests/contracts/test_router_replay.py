@@ -98,9 +98,7 @@ def trainer(mesh: Mesh, folder: Path, shares: bool) -> Policy:
 def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
     mesh: Mesh, tmp_path: Path, name: str
 ) -> None:
-    """Also where samples share their prompt's positions. The routers of engine and trainer have
-    other weights, which decide what is chosen and hardly how it is weighed.
-    """
+    """Also with shared prompts. The routers of engine and trainer differ in their choices."""
     assert EXPERTS[name]["num_experts_per_tok"] == 2
     engine = make_engine(name, records_experts=True)
     write_weights(engine, with_routers(name, 1), 0)

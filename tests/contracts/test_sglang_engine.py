@@ -78,9 +78,7 @@ class Event:
 
 @pytest.fixture
 def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes engines schedule a batch before the tokens of the one before it are known, as they do
-    on GPUs.
-    """
+    """Makes engines schedule a batch before the last one's tokens are known, as on GPUs."""
     prepare = sglang_scheduler._Driven.prepare_turns
 
     def prepare_overlapped(scheduler: Any) -> None:
@@ -317,9 +315,7 @@ def test_sglang_engine_keeps_what_the_samples_of_a_prompt_said() -> None:
 def short_of_room(
     name: str, token_bytes: int, records_experts: bool = False
 ) -> tuple[Any, list[int]]:
-    """Returns an engine whose cache is too small for eight requests of 90 tokens, which it learns
-    late; and how many requests wait after each step, as they come.
-    """
+    """Returns an engine whose cache is short of room, and how many requests wait by step."""
     room = {"max_tokens": 110, "kv_cache_bytes": 300 * token_bytes}
     engine = start_packaged(name, **room, records_experts=records_experts)
     write_weights(engine, make_reference(name), 0)

@@ -42,11 +42,7 @@ class Killed(Exception):
 
 
 class Seen:
-    """What happened in a run, noted beside the code that is tested.
-
-    Args:
-        trainer: of the run; its engine, its table of columns and its update are watched.
-    """
+    """What happened in a run: its engine, its table of columns and its update are watched."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -58,11 +54,7 @@ class Seen:
         self._watch_step()
 
     def watch_engine(self, step_s: float = 0.0) -> None:
-        """Notes the tokens of each engine step with the version that the engine was last given.
-
-        Args:
-            step_s: that each step is made longer by.
-        """
+        """Notes the tokens of each engine step with the engine's version; slows steps down."""
         engine = self.trainer.engine
         step, finish, present = engine.step, engine.finish_update, [engine.version]
 
@@ -194,9 +186,7 @@ def check_versions(folder: Path, lag: int, *knobs: str) -> None:
 
 
 def check_repeats(folder: Path, moments: Sequence[str], *knobs: str) -> None:
-    """A run that was killed beside training, or before generation, equals one that was not, bit for
-    bit; so does another that was not.
-    """
+    """A run equals one that was killed beside training or before generation, bit for bit."""
     knobs = (*knobs, "checkpoint.every=2")
     expected = unbroken(folder / "once", *knobs)
     if len(moments) > 1:
@@ -246,9 +236,7 @@ def check_stop(folder: Path, *knobs: str) -> None:
 
 
 def check_stuck(folder: Path, *knobs: str) -> None:
-    """A signal ends the wait for an environment that is stuck while engines generate ahead; the
-    step is finished and saved, and a run goes on from there.
-    """
+    """A signal ends the wait for a stuck environment; the step is saved, and a run continues."""
     folder.mkdir(exist_ok=True)
     stuck, environment = folder / "stuck", "environment={name: 'own_environments:Stuck', "
     knobs = (
@@ -310,8 +298,7 @@ def check_failure(folder: Path, *knobs: str) -> None:
 
 
 def fail_in_step(trainer: Trainer, moment: str, number: int) -> None:
-    """Ends the run in its fourth step: while engines generate ahead, or before the samples are
-    there."""
+    """Ends the run in its fourth step, beside generation or before the samples are there."""
     owner: Any = trainer if moment == "update" else trainer.sampler
     name = moment
     inner = getattr(owner, name)

@@ -1,5 +1,4 @@
-"""One rank of the test of requests and caches that an engine cannot serve: errors on all ranks, and
-no hang.
+"""One rank of the test of requests that an engine cannot serve: errors on all ranks, no hang.
 
 bad_requests_worker.py ENGINE MODEL FOLDER
 """

@@ -79,9 +79,7 @@ def megatrons_own_way() -> Iterator[None]:
 
 @contextmanager
 def small_buckets() -> Iterator[None]:
-    """Models whose parameters are mostly cut over all data-parallel ranks, as those of large models
-    are by default: in buckets of a few thousand elements.
-    """
+    """Cuts most parameters over all data-parallel ranks, as with large models, by small buckets."""
     config = trainer_optimizer.DistributedDataParallelConfig
     trainer_optimizer.DistributedDataParallelConfig = partial(config, bucket_size=5000)
     try:

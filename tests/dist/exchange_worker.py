@@ -144,9 +144,7 @@ REWARD = {"function": "environment"}
 
 
 def check_saved_rollouts(world: World) -> None:
-    """What a checkpoint keeps of a step comes to the rank that writes it, and what is read of it to
-    the ranks that go on with it.
-    """
+    """Saved samples come to the rank that writes them, and read ones to those that need them."""
     layouts = [RolloutLayout.consecutive(4, tp) for tp in (1, 2)]
     whole, begun, resumed = (
         make_sampler(world, layout, SUMS, REWARD) for layout in (layouts[0], *layouts)

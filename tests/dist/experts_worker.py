@@ -211,8 +211,7 @@ def check_stale(
 ) -> None:
     """Copies of the projection up, and a router's bias, that stay those of older weights.
 
-    The copies of this vLLM on CPU are views of the weight; here they get memory of their own, as
-    others may have it. The weight is the engine's, however training cuts it.
+    vLLM's copies are views on CPU; here they get memory of their own.
     """
     assert not [name for name in engine.shared if "kv_b_proj" in name]
     for layer in (part for part in engine.model.modules() if hasattr(part, "W_UV")):

@@ -81,12 +81,9 @@ def trained_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 def check_roles(policy: ParallelModel, alone: ParallelModel, folder: Path, peft: Path) -> None:
-    """A critic on the policy's frozen weights computes and learns as a critic with its own.
+    """A critic on frozen weights of `policy` computes and learns as on its own, beside `alone`.
 
-    Args:
-        policy: Policy with adapters.
-        alone: The same, in whose process no other model uses its weights.
-        folder, peft: The base and the adapters.
+    `folder` and `peft` hold the base and the adapters.
     """
     world = policy.world
     for model in (policy, alone):

@@ -289,9 +289,7 @@ def check_skipped(folder: Path) -> None:
 
 
 def check_refused(folder: Path) -> None:
-    """An algorithm of one's own that cannot be a term is refused, on all ranks alike; so are a
-    term without rows, and rows without a term.
-    """
+    """All ranks refuse unfit algorithms, terms without rows, and rows without a term."""
     own = {"name": "poisoned_algorithm:Poisoned", "options": {"token": 0, "of": {"name": "grpo"}}}
     rollouts, empty, good = (terms(folder, {"sft": 1.0}) for _ in range(3))
     rollouts["sft"]["algorithm"] = own

@@ -80,9 +80,7 @@ LOGP_TOLERANCE = 1e-4
 
 
 def requests(replica: int, sampling: SamplingParams) -> list[Request]:
-    """Returns prompts of a replica's own. One is longer than two blocks of the KV cache, which have
-    32 tokens; the response to one begins a block.
-    """
+    """Returns a replica's prompts, one longer than two KV blocks of 32 tokens."""
     rng = np.random.default_rng(replica)
     lengths = [3, 1, 8, 70, 30, 5]
     return [

@@ -133,8 +133,7 @@ def compare(name: str, one: Found, other: Found, tolerance: float) -> None:
 def check_grpo(folder: Path) -> None:
     """The policy on two ranks, engines elsewhere, and a reference on a rank of its own.
 
-    Each is compared with a shared run that is cut alike: other cuts round otherwise. A run that
-    goes on in another placement is the run that never stopped.
+    Compared with shared runs that are cut alike, and with runs that never changed placement.
     """
     kl, found = "algorithm.kl_coef=0.1", {}
     whole = train_through(folder, "shared", 2 * STEPS, "grpo.yaml", kl)

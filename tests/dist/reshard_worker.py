@@ -128,10 +128,7 @@ def node_minimum(case: Case, hf: Arrays, world: int, itemsize: int) -> int:
 
 
 def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
-    """Runs one layout pair twice, with weights that change in between.
-
-    Returns the exchanges, and the bytes between nodes.
-    """
+    """Runs a layout pair twice with other weights; returns exchanges and bytes between nodes."""
     case = (random_case_with_experts if HAS_EXPERTS else random_case)(seed, world)
     hf = case.weights()
     source_dtype, dest_dtype = [
@@ -205,10 +202,7 @@ def check_direct(seed: int, hybrid: HybridEngine, engine: Engine, rank: int) -> 
 
 
 def check_placed(seed: int, rank: int, world: int) -> str:
-    """Ranks that only give, only receive, or both; by messages and out of peer memory.
-
-    Returns which kind of rank sets it was.
-    """
+    """Runs ranks that give, receive or both, by messages and peer memory; returns their kind."""
     case = random_placed_case(seed, world)
     hf = case.weights()
     trained = tensors_of(case.trained(hf, rank), torch.float32)
@@ -302,9 +296,7 @@ def check_peers(
 
 
 def check_staging(hybrid: HybridEngine, engine: Engine, reference: Engine) -> None:
-    """The same weights where all that is in one piece at its source goes by the copy engines, and
-    where the kernel reads half of that.
-    """
+    """The same weights with and without copy engines for what is in one piece at its source."""
     stage, share, found = peer.stage_copies, peer.kernel_shares, []
     limit, peer.BLOCK_BYTES = peer.BLOCK_BYTES, 1
     peer.stage_copies = lambda pairs: found.append(stage(pairs)) or found[-1]

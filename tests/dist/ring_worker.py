@@ -118,9 +118,7 @@ def exchange(place: HostRing, folder: Path, names: list[str]) -> Exception | Non
 
 
 def closed_connections(group: dist.ProcessGroup, folder: Path, place: HostRing) -> None:
-    """A rank that fails closes its connections, and so does each that notices: all are woken, also
-    those that wait for others than the first.
-    """
+    """Ranks close connections when they fail or notice it, which wakes all that wait."""
 
     def work() -> None:
         place.exchange(folder, [])
@@ -132,9 +130,7 @@ def closed_connections(group: dist.ProcessGroup, folder: Path, place: HostRing) 
 
 
 def copies_of_three_hosts(root: Path) -> None:
-    """Each rank is a host. A copy of which a file is removed at some moment, or whose thread fails
-    in whatever way, does not count, and the next one does; nobody waits in vain.
-    """
+    """Each rank is a host. Copies with lost files or failed threads do not count; nobody hangs."""
     rank = dist.get_rank()
     heartbeat.host_id = lambda: f"host {rank}"
     memory_folders.MEMORY = root / f"memory of {rank}"

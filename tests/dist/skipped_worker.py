@@ -117,9 +117,7 @@ def digits(prompt: str, response: str, columns: Mapping[str, object]) -> float:
 
 
 def state_of(trainer: Trainer) -> State:
-    """Returns weights, masters and Adam's states of every trained model, copied; the phase after
-    it is the one that a step begins in.
-    """
+    """Returns copies of weights, masters and Adam's states of all trained models."""
     trainer.enter_training()
     found: State = {}
     for name, model in trainer.trained.items():

@@ -29,10 +29,7 @@ ON_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def pairs(engine: str, num_ranks: int) -> list[str]:
-    """Returns all pairs of a training layout and an engine's layout in a world.
-
-    In half of them, with `peer`, ranks read each other's memory; in the others they send messages.
-    """
+    """Returns all pairs of training and engine layouts; half of them with `peer`."""
     sizes = [1] if engine == "hf" else [tp for tp in (1, 2) if tp <= num_ranks]
     return [
         f"{layout},1>{tp},1" + ",peer" * (num_ranks > 1 and (place + tp) % 2)

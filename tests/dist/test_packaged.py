@@ -1,6 +1,4 @@
-"""Engines of packages over several processes, fed by the hybrid engine; the checks are in
-packaged_worker.py.
-"""
+"""Packages' engines over several processes; the checks are in packaged_worker.py."""
 
 from __future__ import annotations
 

@@ -243,9 +243,7 @@ def test_stages_of_unequal_sizes_give_the_gradients_of_one_process(models: Path)
 
 @pytest.mark.dist
 def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
-    """The z-loss is a mean over tokens, the same in every layout; the shares of the load-balancing
-    loss are of a micro-batch, so layouts are compared that cut the batch alike.
-    """
+    """The z-loss is a mean over tokens; load-balancing losses need micro-batches cut alike."""
     z = (f"1,1,1,1,{ORDER},ep=2", f"1,2,1,2,{ORDER},full", f"2,1,1,1,{ORDER},ep=2")
     run_ranks(2, WORKER, ["compare", str(models), "qwen3_moe+z", *z], timeout_s=300)
     aux = (f"2,1,1,1,{ORDER},ep=2", f"2,1,1,1,{ORDER},etp=2", f"1,2,1,1,{ORDER}")
@@ -254,18 +252,14 @@ def test_losses_of_routers_are_scaled_by_no_layout(models: Path) -> None:
 
 @pytest.mark.dist
 def test_biases_of_routers_move_by_the_whole_batch_in_every_layout(models: Path) -> None:
-    """As much in two replicas, in more micro-batches, with layers computed anew; a pass without
-    gradients between counts nothing.
-    """
+    """As in two replicas, more micro-batches, recomputation, and passes without gradients."""
     layouts = ["compare", str(models), "deepseek_v3+bias", *TWO_RANKS_WITH_BIASES]
     run_ranks(2, WORKER, layouts, timeout_s=300)
 
 
 @pytest.mark.dist
 def test_recorded_experts_have_the_gradients_of_one_process(models: Path) -> None:
-    """As those of the router's own choice; one process is compared with transformers, whose routers
-    take the same experts.
-    """
+    """As those of the router's own choice, which transformers' routers take too."""
     two = (
         f"2,1,1,1,{ORDER},ep=2",
         f"1,2,1,2,{ORDER},full",

@@ -10,9 +10,7 @@ from command_line import QUICKSTART, run
 
 @pytest.fixture(scope="session")
 def warm_start(is_full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The HF directory that part 1 of the quickstart leaves; in `make test`, after some steps on
-    one rank.
-    """
+    """The HF directory of part 1 of the quickstart; in `make test` after some steps on one rank."""
     folder = tmp_path_factory.mktemp("warm_start")
     short = ["steps.num_steps=40", "steps.eval_every=0", "train.tp=1", "train.pp=1"]
     knobs = [] if is_full else short

@@ -36,13 +36,9 @@ PROMPT_LENGTHS = (6, 6, 6, 6, 6, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Sync:
-    """What one comparison found.
+    """The largest difference in log-probabilities between an engine and transformers, as `gap`.
 
-    Args:
-        version: of the weights.
-        gap: largest difference of a log-probability between any rank's engine and transformers.
-        change: the same with the weights of the sync before, in transformers: what a comparison
-            would have found if this sync had moved nothing.
+    `change` is the same with the weights of the sync before, as if this sync had moved nothing.
     """
 
     version: int
@@ -123,9 +119,7 @@ def largest_gap(
     done: Sequence[Completion],
     are_greedy: bool,
 ) -> float:
-    """Compares the log-probabilities of all responses with one forward of transformers, which is
-    greedy decoding where every token is the most probable one.
-    """
+    """Compares log-probabilities with one forward of transformers, and checks greedy tokens."""
     texts = [request.prompt + answer.tokens for request, answer in zip(requests, done, strict=True)]
     padded_BL = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in texts], batch_first=True)
     with torch.no_grad():

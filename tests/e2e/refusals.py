@@ -62,20 +62,10 @@ def refuse(
     has_begun: bool = False,
     leaves_logs: bool = False,
 ) -> str:
-    """Runs a command that must be refused, and judges it.
+    """Runs a command that must be refused; returns its `num_messages` lines, with all `expected`.
 
-    Args:
-        folder: where it runs.
-        arguments: the command line after `hybridrl`.
-        *expected: texts that its messages must contain.
-        num_messages: how many messages there are, one a line.
-        has_begun: whether ranks go on with an older run before they meet the mistake: they write
-            logs and the run's config.yaml and run.json then, and may add files, but change and lose
-            none.
-        leaves_logs: whether ranks of a new run meet the mistake: its folder keeps their logs.
-
-    Returns:
-        The messages.
+    With `has_begun`, ranks of an older run meet the mistake: they may write logs, config.yaml and
+    run.json and add files, but change no others. With `leaves_logs`, those of a new run meet it.
     """
     before = files_below(folder)
     done = hybridrl(folder, *arguments)

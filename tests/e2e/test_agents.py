@@ -66,9 +66,7 @@ class Recording:
         trainer.engine.collect = collected  # type: ignore[method-assign]
 
     def check(self, batch: ScoredBatch) -> int:
-        """Checks that the batch trains each sampled token exactly once, with the log-probability
-        and the version that it was sampled with. Returns the number of tokens.
-        """
+        """Checks that each sampled token is trained once, as sampled; returns their number."""
         num_seen_T = torch.zeros(batch.num_tokens, dtype=torch.int64)
         for request, done in self.turns:
             path = torch.tensor([*request.prompt, *done.tokens])

@@ -50,9 +50,7 @@ def after_each_step(trainer: Trainer, look: Callable[[int], None]) -> None:
 
 
 def found_in(folder: Path) -> dict[str, tuple[list[str], list[int]]]:
-    """Returns the tensors and the lineage of each checkpoint of a run, all of whose bytes are as
-    they were written.
-    """
+    """Returns tensors and lineage of a run's checkpoints, after a check of all their bytes."""
     found = {}
     for name in names(folder):
         checkpoint = Checkpoint.open(folder / NAME / "checkpoints" / name)

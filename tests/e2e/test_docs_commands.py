@@ -20,9 +20,7 @@ TRAINS = ("examples/quickstart/", "examples/calculator/")
 
 
 def on_cpu(line: str) -> list[str] | None:
-    """Returns a command line's words with few steps and a model that is there, or None for one
-    that needs a GPU, torchrun or the hub.
-    """
+    """Returns a command with few steps and a local model; None if it needs a GPU or the hub."""
     words = shlex.split(line)
     if words[0] not in ("hybridrl", ".venv/bin/hybridrl") or "[" in line or "CONFIG" in words:
         return None

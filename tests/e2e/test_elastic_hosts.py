@@ -35,11 +35,7 @@ KEYS = ("reward/mean", "policy/loss", "policy/grad_norm")
 
 
 class Hosts:
-    """Three hosts and a job on them.
-
-    Args:
-        folder: for all files.
-    """
+    """Three hosts and a job on them."""
 
     def __init__(self, folder: Path, slots: int = 1) -> None:
         self.folder, self.ssh, self.runs = folder, folder / "ssh", folder / "runs"

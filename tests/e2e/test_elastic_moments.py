@@ -103,9 +103,7 @@ def test_with_a_lag_a_killed_rank_or_node_costs_no_group(tmp_path: Path) -> None
 
 
 def lose(job: Job, phase: str, rank: int, what: str) -> tuple[float, int]:
-    """Loses a rank or its node in a phase; returns after how many seconds a step was finished, and
-    how many finished ones were taken again.
-    """
+    """Loses a rank or node in a phase; returns seconds and finished steps that it cost."""
     num_starts, wanted = len(job.starts()), job.run_folder / FILE
     wanted.with_suffix(".new").write_text(f"{phase} {rank} {what}")
     wanted.with_suffix(".new").rename(wanted)

@@ -34,10 +34,7 @@ KNOBS = (*SMALL, "train.tp=2", "steps.num_steps=2")
 
 
 class Raylets:
-    """A raylet on each of two nodes; the first has the cluster's state too.
-
-    Listeners are reachable from these nodes' network alone.
-    """
+    """A raylet on each of two nodes, the first with the cluster's state."""
 
     address = "10.77.0.1:6379"
 

@@ -38,12 +38,9 @@ REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begin
 
 @dataclass
 class Recorded:
-    """What happened in a run, noted beside the code that is tested.
+    """The versions of each sample's tokens as the engine made them, and each step's batch.
 
-    Args:
-        versions: of each sample's tokens, in order, as the engine was seen to make them.
-        batches: of each step, with the versions' tokens.
-        gaps: of each step, behaviour less the trainer's own log-probabilities of the tokens.
+    `gaps` are behaviour less the trainer's own log-probabilities of a step's tokens.
     """
 
     versions: dict[int, list[int]] = field(default_factory=dict)

@@ -64,9 +64,7 @@ def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[
 def hold_in_generation(
     launcher_pid: int, phase_file: Path, step: int
 ) -> tuple[psutil.Process, int]:
-    """Stops rank 1 in the middle of a generation, so that the step cannot end before a signal has
-    come. Returns its process and the step: this one, or a later one where it was just over.
-    """
+    """Stops rank 1 during generation, at `step` or later; returns its process and the step."""
     for later in range(step, step + 5):
         phase = f"generate, step {later}"
         wait_for(phase_file, phase)

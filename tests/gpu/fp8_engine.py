@@ -142,9 +142,7 @@ def check_live(engine: VllmEngine, weights: Weights, quantized: Any) -> str:
 
 @torch.no_grad()
 def check_projections(engine: VllmEngine) -> str:
-    """Compares the products of the engine's own kernels with those of dequantized weights. FP8
-    inputs are rounded by up to 1/16; a wrong scale would give errors of half the product and more.
-    """
+    """Compares products with those of dequantized weights; inputs are rounded by up to 1/16."""
     worst: dict[str, float] = {}
     for name, part in engine.model.named_modules():
         method = getattr(part, "quant_method", None)

@@ -139,9 +139,7 @@ def a_batch(shape: ModelShape) -> TrainBatch:
 
 
 def with_experts(batch: TrainBatch, shape: ModelShape) -> TrainBatch:
-    """Returns the batch with experts for the routers to take. Their own choice would follow from
-    roundings wherever two are about as good, and another expert is another gradient.
-    """
+    """Returns the batch with experts for routers, whose own choices would follow from roundings."""
     assert shape.moe is not None
     rows: list[torch.Tensor] = []
     for sample, (prompt, response) in enumerate(LENGTHS):
@@ -181,21 +179,14 @@ class Run:
             model.replay_experts()
 
     def use_few_experts(self) -> None:
-        """Makes routers choose the first experts for all tokens, so that the ranks of the others
-        get none.
-        """
+        """Makes routers choose the first experts for all tokens; other ranks get none."""
         for chunk in self.model._chunks:
             for part in chunk.modules():
                 if isinstance(part, Router):
                     part.routing = first_experts(part.topk)  # type: ignore[method-assign]
 
     def gradients(self, pads: bool = False) -> tuple[dict[str, Any], torch.Tensor]:
-        """Returns what parity_worker does, and the log-probabilities of response tokens.
-
-        Args:
-            pads: whether a micro-batch of padding alone comes first, as a rank has it that has
-                fewer micro-batches than others.
-        """
+        """Returns parity_worker's gradients and log-probabilities; `pads` adds a padding batch."""
         batch = a_batch(self.model.source.shape)
         plan = self.model.plan(batch)
         inputs = plan.inputs
@@ -256,9 +247,7 @@ def group_bytes(platform: Platform) -> int:
 
 
 def first_experts(count: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Returns what routers do in place of choosing: the first `count` experts, weighted by their
-    own scores.
-    """
+    """Returns a router that chooses the first `count` experts by their own scores."""
 
     def routing(logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TE = logits.view(-1, logits.size(-1))

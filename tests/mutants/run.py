@@ -80,16 +80,10 @@ sys.exit(launch([root], 2, Path(logs), program=("-c", code)))
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted fault.
+    """A planted fault: `new` in the place of `old`, which occurs once in `file`.
 
-    Args:
-        name: short, with hyphens.
-        breaks: what a user would suffer, as a sentence.
-        file: that is changed, from the root of the repository.
-        old: a text that occurs once in it.
-        new: what stands there instead.
-        found_by: paths and node ids of tests that should find it, the likeliest and fastest first.
-        area: the file that lists it, without its ending.
+    `breaks` says what a user would suffer; `found_by` has tests, likeliest and fastest first;
+    `area` is the list's file without ending.
     """
 
     name: str
@@ -103,14 +97,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tests made of a fault.
+    """What the tests made of a fault: `by` is the test, or how the run ended.
 
-    Args:
-        name, area, file, breaks: of the fault.
-        found: whether a test failed, or none ended in time.
-        by: the test; how the run ended where it names none.
-        whole: whether the complete suite was needed to tell.
-        seconds: that it took.
+    `whole` says whether the complete suite was needed.
     """
 
     name: str
@@ -124,11 +113,7 @@ class Outcome:
 
 
 def read_mutants(folder: Path = FAULTS) -> list[Mutant]:
-    """Returns the faults of all YAML files in a folder.
-
-    Raises:
-        ValueError: an entry lacks a key or has one that is unknown.
-    """
+    """Returns the faults in a folder's YAML files; ValueError for missing or unknown keys."""
     found = []
     for file in sorted(folder.glob("*.yaml")):
         for entry in yaml.safe_load(file.read_text(encoding="utf-8")):
@@ -142,25 +127,16 @@ def read_mutants(folder: Path = FAULTS) -> list[Mutant]:
 
 
 def mutated(mutant: Mutant, source: str) -> str:
-    """Returns a source with the fault in it.
-
-    Raises:
-        ValueError: the text to be replaced does not occur exactly once.
-    """
+    """Returns a source with the fault; ValueError if `old` does not occur exactly once."""
     if (count := source.count(mutant.old)) != 1:
         raise ValueError(f"{mutant.name}: `old` occurs {count} times in {mutant.file}, not once")
     return source.replace(mutant.old, mutant.new)
 
 
 class Copy:
-    """A copy of the tracked files, and an interpreter that imports the package from it.
+    """A copy of the tracked files in `folder`, and an interpreter that imports the package there.
 
-    Args:
-        folder: an empty folder, gets `tree` and `python`.
-
-    Raises:
-        RuntimeError: a process of the interpreter, or a rank that it starts, imports another
-            package.
+    RuntimeError if one of its processes, or a rank that it starts, imports another package.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -241,15 +217,9 @@ class Copy:
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
     def test(self, tests: Sequence[str], full: bool, limit_s: float) -> tuple[int | None, str]:
-        """Runs pytest until the first failure.
+        """Runs these tests, or all, until the first failure.
 
-        Args:
-            tests: what to run; nothing: all.
-            full: whether tests count that only the full suite runs.
-            limit_s: longest time, after which all that pytest has started is ended.
-
-        Returns:
-            Its exit code, None where it did not end in time, and its output.
+        Returns the exit code, None after `limit_s`, when all processes are ended, and the output.
         """
         command = [self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         command += [*(("-m", "") if full else ()), *tests]
@@ -276,11 +246,7 @@ class Copy:
 
 
 def judged(code: int | None, output: str) -> tuple[bool, str]:
-    """Returns whether a run of pytest has found a fault, and by which test.
-
-    Raises:
-        RuntimeError: pytest could not run what it was asked to.
-    """
+    """Returns whether pytest found a fault, and the test; RuntimeError if it could not run."""
     if code is None:
         return True, "the time limit"
     if code in (SOME_FAILED, INTERRUPTED):
@@ -309,11 +275,7 @@ def run_one(copy: Copy, mutant: Mutant, arguments: argparse.Namespace) -> Outcom
 
 
 def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
-    """Returns the faults of these names or areas; all where none is given.
-
-    Raises:
-        SystemExit: there is none of such a name.
-    """
+    """Returns the faults of these names or areas, else all; SystemExit for an unknown name."""
     known = {mutant.name for mutant in mutants} | {mutant.area for mutant in mutants}
     if unknown := sorted(set(names) - known):
         raise SystemExit(f"no fault and no area is called {', '.join(unknown)}")
@@ -321,11 +283,7 @@ def chosen(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
 
 
 def check_baseline(copy: Copy, mutants: Sequence[Mutant], full: bool, limit_s: float) -> None:
-    """Checks that the tests pass without a fault.
-
-    Raises:
-        SystemExit: one does not.
-    """
+    """Raises SystemExit if a test fails without a fault."""
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.found_by))
     print(f"without a fault: {len(tests)} tests and files", flush=True)
     code, output = copy.test(tests, full, limit_s * len(mutants))

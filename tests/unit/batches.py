@@ -25,9 +25,7 @@ FEATURES = declare(BlobKind("features of tests", ("float16",), rows="any", row_d
 
 
 def seeded(seed: int) -> torch.Generator:
-    """Returns a generator that draws as after `torch.manual_seed`, which takes a millisecond where
-    there is no GPU: it remembers the stack for when there is one.
-    """
+    """Returns a generator that draws as after the slower `torch.manual_seed`."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -105,9 +103,7 @@ def observed_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int 
 
 
 def feedback_batch(feedback: Feedback, num: int, seed: int) -> TrainBatch:
-    """Returns a step's batch of `num` pairs, or labelled responses with their unrelated ones, with
-    random log-probabilities of the policy and a reference near it.
-    """
+    """Returns a batch of `num` pairs, or labelled responses with unrelated ones."""
     rng = random.Random(seed)
 
     def tokens() -> tuple[int, ...]:

@@ -25,9 +25,7 @@ NUM_GROUPS = 3
 
 
 def drawn(seed: int) -> tuple[list[Rollout], list[int]]:
-    """Returns episodes that grow as agents' do: a sequence leaves an earlier one at any token, and
-    trains no token that the earlier one has.
-    """
+    """Returns episodes whose sequences leave earlier ones anywhere, and train no token of these."""
     draw = random.Random(seed)
     rollouts, groups, sample = [], [], 0
 

@@ -1,6 +1,4 @@
-"""Connectors with the real packages, each in the environment that a variable names. The model is
-scripted.
-"""
+"""Connectors with the real packages, in environments named by variables; the model is scripted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The queue between the endpoint's thread and a rank's loop, and the rows that train each token
-once.
-"""
+"""The queue between the endpoint's thread and a rank's loop; rows train each token once."""
 
 from __future__ import annotations
 

@@ -93,9 +93,7 @@ def test_programs_with_this_environments_sdk(served: Served, program: str, api: 
 
 @pytest.fixture(scope="session")
 def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Python of an environment with openai 2.x and anthropic. HYBRIDRL_AGENT_SDKS names one that
-    exists; otherwise pip makes it.
-    """
+    """Python with openai 2.x and anthropic: that of HYBRIDRL_AGENT_SDKS, or a new environment."""
     if found := os.environ.get("HYBRIDRL_AGENT_SDKS"):
         return found
     folder = tmp_path_factory.mktemp("sdks")

@@ -1,6 +1,4 @@
-"""Off-policy correction and its metrics against float64 loops written from their definitions, on
-200 random batches each.
-"""
+"""Off-policy correction and its metrics against float64 loops from their definitions."""
 
 from __future__ import annotations
 

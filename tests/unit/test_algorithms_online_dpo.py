@@ -66,9 +66,7 @@ def a_batch(seed: int) -> TrainBatch:
 
 
 def pairs_of(batch: TrainBatch) -> list[tuple[int, int]]:
-    """The better and the worse sample of every group that has two rewards, of ties the lowest
-    number.
-    """
+    """The better and the worse sample of each group with two rewards; of ties the lowest number."""
     found = []
     for group in sorted(set(batch.group_B.tolist())):
         rows = [i for i, g in enumerate(batch.group_B.tolist()) if g == group]

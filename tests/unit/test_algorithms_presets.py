@@ -203,9 +203,7 @@ def term_weights(name: str, batch: TrainBatch) -> list[np.ndarray]:
 
 
 def objective(name, ratio, logp, a, term):
-    """Objective of each token of a response and its derivative by each token's logp, where the
-    loss is the mean over the response.
-    """
+    """A response's objective by token, and its derivative by each token's log-probability."""
     n = len(ratio)
     low, high = {
         "cispo": (0.0, 1.28), "clip_cov": (0.0, 2.0), "dapo": (0.8, 1.28),

@@ -289,9 +289,7 @@ def test_third_party_stays_behind_its_wall(wall: str) -> None:
 
 
 def engine_choices(tree: ast.AST) -> Iterator[int]:
-    """Yields the lines of code that goes by the name of an engine: comparisons, `in`, match, and
-    look-ups in dictionaries by name.
-    """
+    """Yields lines that depend on an engine's name: comparisons, `in`, match, and look-ups."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             asked: list[ast.AST] = [node.left, *node.comparators]
@@ -344,9 +342,7 @@ MAY_PRINT = {
 
 
 def console_writes(tree: ast.AST) -> Iterator[int]:
-    """Yields the lines that write to the console by another way than `hybridrl.console`: prints,
-    and what goes past the streams that it protects.
-    """
+    """Yields lines that write to the console by another way than `hybridrl.console`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("__stdout__", "__stderr__"):
             yield node.lineno

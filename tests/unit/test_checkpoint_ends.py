@@ -1,6 +1,4 @@
-"""How ranks complete, before they end, the checkpoint that threads of theirs still write: each rank
-is a thread here, and they meet in a key-value store of torch's.
-"""
+"""Before they end, ranks (threads here) complete a checkpoint that their threads still write."""
 
 from __future__ import annotations
 

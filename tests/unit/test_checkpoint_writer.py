@@ -1,6 +1,4 @@
-"""How a rank's sharded files are written: in its process, one tensor after the other, with digests,
-and how they are read: only what their digests and an index of tensors allow.
-"""
+"""How a rank's sharded files are written, and read as far as digests and an index allow."""
 
 from __future__ import annotations
 

@@ -177,9 +177,7 @@ def test_a_jobset_runs_one_pod_a_node_and_stops_at_a_mistake(tmp_path: Path) -> 
 
 
 def faults(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:
-    """Returns where a value is not as a Kubernetes schema says; unknown fields are faults, as
-    `kubectl apply --validate=strict` has it.
-    """
+    """Returns where a value breaks a Kubernetes schema; unknown fields do, as with `--validate`."""
     kinds = {"object": dict, "array": list, "string": str, "integer": int}
     expected = kinds.get(schema.get("type", ""), (int, str))
     if not isinstance(value, expected) or isinstance(value, bool):

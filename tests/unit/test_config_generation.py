@@ -1,6 +1,4 @@
-"""Options of generation: which engine has them, which break on-policy training, and what a model's
-generation_config.json says.
-"""
+"""Options of generation: which engine has them, which break training, a model's own defaults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What of csrc/ has no kernel, compiled without CUDA: host addresses stand for the device's, and a
-library of its name for the driver.
-"""
+"""The parts of csrc/ without kernels, compiled without CUDA and with a library for the driver."""
 
 from __future__ import annotations
 

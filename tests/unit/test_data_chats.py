@@ -27,9 +27,7 @@ LIMIT = 10_000
 
 
 class Family(NamedTuple):
-    """A template with its tokens, what is learned of turns that say "two" and "four", and whether
-    each needs a sample of its own.
-    """
+    """A template with its tokens, and what is learned of turns that say "two" and "four"."""
 
     specials: Sequence[str]
     eos: str

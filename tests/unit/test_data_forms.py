@@ -85,9 +85,7 @@ def calls(city: str) -> list[dict[str, Any]]:
 
 
 def expected_chats(name: str) -> Iterator[tuple[list[list[dict[str, Any]]], Any]]:
-    """The messages of each row, both sides of pairs, and the tools: written for each set, not by
-    the code that is tested.
-    """
+    """Each row's messages (both sides of pairs) and tools, written for each set by hand."""
     if name.startswith("openassistant_") and "guanaco" not in name:
         for texts in BEST_REPLIES:
             yield [[(user, said_by_assistant)[i % 2](text) for i, text in enumerate(texts)]], None
@@ -146,9 +144,7 @@ def marked_by_transformers(tokenizer: Any, messages: Any, tools: Any) -> tuple[l
 
 
 def marked_by_bytes(tokenizer: Any, messages: Any, tools: Any) -> tuple[list, list[bool]]:
-    """The tokens of what lies between "<|im_start|>assistant" and "<|im_end|>", that included: the
-    model is given the text before by itself, so its tokens end where the assistant begins.
-    """
+    """The tokens from "<|im_start|>assistant" to "<|im_end|>"; the text before ends a token."""
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     pieces = re.split(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", text, flags=re.DOTALL)
     ids, mask = [], []
@@ -199,9 +195,7 @@ TREES = ("openassistant_trees", "openassistant_messages")
 def test_trees_give_a_pair_for_each_message_whose_replies_were_ranked_apart(
     tokenizers: dict[str, Any], name: str
 ) -> None:
-    """The best reply against the worst, after all that was said before them; where nobody ranked
-    there is none, nor with what was deleted.
-    """
+    """The best against the worst reply to the same messages, without unranked and deleted ones."""
     tokenizer = tokenizers["plain"]
     found = load(ROWS / f"{name}.jsonl", tokenizer, "pairs").prompts
     (sky, blue, dusk, longer), _, (colour, azul) = BEST_REPLIES
@@ -471,9 +465,7 @@ def test_the_forms_that_are_known_are_named(tmp_path: Path) -> None:
 
 
 def test_only_nulls_that_arrow_added_vanish(tokenizers: dict[str, Any], tmp_path: Path) -> None:
-    """What JSON says is null reaches the template, in calls and in schemas, as objects or texts;
-    of struct columns nobody knows whether a null was said.
-    """
+    """JSON's nulls reach the template; those of struct columns may be Arrow's."""
     import pyarrow
     from pyarrow import parquet
 

@@ -30,9 +30,7 @@ SPACED = ["prepend", "first", "always"]
 def llama2(kind: str, ends: bool = False) -> Any:
     """Returns a tokenizer as Llama 2's: "▁" in front of a text, bytes for unknown letters, BOS.
 
-    Args:
-        kind: "prepend" is the normalizer of its first files, the others are schemes of Metaspace.
-        ends: puts EOS after a text.
+    `kind` is "prepend", as in its first files, or a scheme of Metaspace; `ends` appends EOS.
     """
     from tokenizers import (
         Tokenizer,

@@ -155,9 +155,7 @@ def test_samples_continue_the_convolution_of_their_prompt() -> None:
 
 
 class _WrongDecay(torch.autograd.Function):
-    """Passes the decays on, with the gradient that a miscompiled kernel gives: another sign in some
-    tokens.
-    """
+    """Returns decays, with gradients as of a miscompiled kernel: some signs are wrong."""
 
     @staticmethod
     def forward(ctx: Any, decay_TG: torch.Tensor) -> torch.Tensor:

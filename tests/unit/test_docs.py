@@ -246,9 +246,7 @@ def test_versions_of_engines_that_were_tested_are_told(page: str) -> None:
 def test_runs_of_the_documentation_pass_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an example's own model in the place of one that another run leaves, the model that an
-    example's script writes, and a 7B in the place of one of the hub.
-    """
+    """With an example's own model, or a 7B, in the place of a run's or the hub's."""
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(json.dumps(QWEN25_7B))
     pictures = tmp_path / "pictures"

@@ -84,9 +84,7 @@ def test_experts_stay_where_each_is_on_two_ranks_of_a_replica() -> None:
 
 @pytest.mark.parametrize("batch", range(4))
 def test_no_map_and_no_assignment_of_ranks_receives_less(batch: int) -> None:
-    """All ascending assignments of four ranks, with all maps that lose no more than the best of
-    their replica; what ranks lack is counted by the values of whole arrays.
-    """
+    """All ascending assignments of four ranks with all best maps; lacks are counted by values."""
     saved = 0
     for seed in range(batch, 40, 4):
         case = random_case_with_experts(seed, world=4)
@@ -134,9 +132,7 @@ def ascending(tp: int) -> list[RolloutLayout]:
 def replica_maps(
     trained: list[dict[str, np.ndarray]], hf: dict[str, np.ndarray], layout: RolloutLayout
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Yields for each replica's best total, of all deals, one deal that has it and what it gives
-    the ranks; several where their largest rank differs.
-    """
+    """Yields deals with each replica's best total, one for each largest rank."""
     size = sum(array.size for array in hf.values())
     owner = np.full(size, -1)
     for name, array in hf.items():

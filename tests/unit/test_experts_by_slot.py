@@ -88,9 +88,7 @@ def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
 def test_vllms_experts_are_recorded_as_far_as_they_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a request whose prompt or earlier tokens are computed in pieces: the rest of its blocks
-    has choices of requests that were there before.
-    """
+    """Requests in pieces: the rest of their blocks has choices of earlier requests."""
     monkeypatch.setattr(vllm_routing, "_routers", lambda model: dict.fromkeys(LAYERS, Router()))
     monkeypatch.setattr(vllm_routing.RecordedExperts, "_writer", lambda self, index: None)
     monkeypatch.setattr(vllm_routing, "cache_fits", lambda manager: True)

@@ -1,6 +1,4 @@
-"""Users' code that ends, floods or confuses its process: each ends in one short message that names
-it, and in an exit code that is not 0.
-"""
+"""Users' code that ends, floods or confuses its process ends in one short message and a failure."""
 
 from __future__ import annotations
 

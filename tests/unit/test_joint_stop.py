@@ -14,11 +14,7 @@ Wait = Callable[[], torch.Tensor]
 
 
 class Sums:
-    """Sums over ranks that are threads; each wait ends when all have begun.
-
-    Attributes:
-        begun: how many sums each rank has begun.
-    """
+    """Sums over ranks that are threads; each wait ends when all have begun."""
 
     def __init__(self, size: int) -> None:
         self.begun = [0] * size

@@ -107,9 +107,7 @@ def test_figures_of_another_step_do_not_stand_for_the_last_evaluation() -> None:
 def test_peaks_count_lent_gradients_and_no_engine_that_gave_its_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GiB. torch counts an engine's 20 in any phase; of them it lends 6 to gradients, which have 4
-    more that torch does not know of.
-    """
+    """GiB. torch counts an engine's 20, 6 of them lent to gradients, which have 4 more."""
     counted = {"most": 0, "now": 0}
 
     def hold(most: int, now: int) -> None:

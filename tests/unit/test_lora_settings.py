@@ -65,9 +65,7 @@ def test_written_directory_is_accepted(peft: Path) -> None:
 
 
 def test_adapters_of_models_with_images_are_those_of_the_decoder(tmp_path: Path) -> None:
-    """PEFT reads the directory: its names are those of transformers' modules, and the tower, whose
-    layers have the same last names, gets no adapters.
-    """
+    """PEFT reads the directory; the tower, whose layers have the same names, has no adapters."""
     model = tiny_model("qwen2_5_vl", seed=0)
     model.config.save_pretrained(tmp_path)
     family, shape = read_model(None, read_config(tmp_path))

@@ -198,9 +198,7 @@ def test_a_copy_that_is_written_over_counts_no_more(
 
 
 def stop_after(trainer: Any, step: int) -> None:
-    """Makes a run fail after a step, as one that is killed: it takes no leave. Copies are complete
-    when their step is.
-    """
+    """Makes a run fail after a step, as if killed; copies are complete when their step is."""
     real, real_seal = trainer.journal.log, trainer.checkpoints.copies.seal
 
     def seal(evaluations: Any) -> None:

@@ -1,6 +1,4 @@
-"""Which config.json a family takes: those of published models as they are, and none with a key that
-may change numbers behind the family's back.
-"""
+"""Families take published config.json files, but none with keys that may change numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Model directories that are damaged in every way we could think of: each is refused before a rank
-starts, by one message of one line that names the file, key or tensor.
-"""
+"""Damaged model directories are refused before ranks start, in one line that names the culprit."""
 
 from __future__ import annotations
 

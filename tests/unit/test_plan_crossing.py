@@ -17,10 +17,9 @@ WORLD = 8
 
 
 def least_landing(case: Case, node: range) -> tuple[int, float]:
-    """Returns what a node must receive, and its busiest rank at least, elements; by the values.
+    """Returns what a node and its busiest rank must receive at least, elements; by the values.
 
-    What only some ranks need lands on them: over their number, the largest (as in
-    test_plan_sources.py).
+    What only some ranks need, divided by their number, lands on them (as in test_plan_sources.py).
     """
     hf = case.weights()
     size = sum(array.size for array in hf.values())

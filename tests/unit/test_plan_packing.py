@@ -51,9 +51,7 @@ def shape_of(config: Config) -> ModelShape:
 def trained_sizes(
     config: Config, layout: TrainLayout, lengths: list[tuple[int, int]]
 ) -> list[MicroBatchSize]:
-    """Returns the micro-batches that training makes of samples of these prompts and responses, each
-    prompt's one after the other; positions and rows of keys are counted sample by sample.
-    """
+    """Returns training's micro-batches of these lengths; positions and keys by sample."""
     per_prompt, shares = (
         config.steps.samples_per_prompt,
         shares_prompts(config, shape_of(config), layout.cp),

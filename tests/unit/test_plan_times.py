@@ -115,9 +115,7 @@ def predicted_step(case: dict[str, Any], folder: Path, gpu: str = "H200") -> Any
 
 
 def laid_gradients(case: dict[str, Any]) -> int:
-    """Returns the bytes of gradients in memory that an engine lends or that stands beside it, which
-    the peaks of these files leave out; 0 where torch allocated them.
-    """
+    """Returns bytes of gradients outside torch's allocator, which these files' peaks leave out."""
     lines = [line for line in case["ledger"] if line.startswith("policy gradients")]
     is_lent = any("lent by engine" in line for line in lines)
     return round(sum(float(line.split()[-2]) for line in lines) * 2**30) if is_lent else 0

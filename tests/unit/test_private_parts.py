@@ -1,6 +1,4 @@
-"""docs/reference/private_parts.md lists the private names of other packages that hybridrl uses, and
-installed packages have them.
-"""
+"""docs/reference/private_parts.md lists private names of other packages, which these have."""
 
 from __future__ import annotations
 

@@ -26,12 +26,7 @@ class RayError(Exception):
 
 
 class Cluster:
-    """The module `ray` with nodes of CPU slots, by address.
-
-    Attributes:
-        free: Free slots of each node that Ray lists as alive.
-        gone: Nodes that do not answer.
-    """
+    """The module `ray` with nodes of CPU slots (`free`); those in `gone` do not answer."""
 
     def __init__(self, **free: int) -> None:
         self.free, self.gone = free, set[str]()

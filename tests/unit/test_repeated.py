@@ -1,6 +1,4 @@
-"""Work that is queued again and again, and when its tables are made anew. No device: a graph is
-what its calls say of it.
-"""
+"""Repeated work, and when its tables are made anew; a graph is what its calls say of it."""
 
 from __future__ import annotations
 

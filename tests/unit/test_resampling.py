@@ -24,9 +24,7 @@ NUM_SAMPLES = 3
 
 
 class Responses:
-    """Answers prompts; those whose number is in `informative` get unequal rewards, those in `lost`
-    no response with a score.
-    """
+    """Answers prompts: `informative` ones get unequal rewards, `lost` ones no scored response."""
 
     def __init__(self, informative: set[int], lost: Collection[int] = ()) -> None:
         self.informative, self.lost = informative, lost

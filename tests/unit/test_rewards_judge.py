@@ -1,6 +1,4 @@
-"""Asserts judged apart from the program: honest tests of every style pass, forging earns
-nothing.
-"""
+"""Asserts judged apart from the program: honest tests pass, forging earns nothing."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 
 @pytest.mark.parametrize("config", [PHI35, PHI4_MINI])
 def test_longrope_is_transformers_of_sequences_as_long_as_the_longest(config: Any) -> None:
-    """Bit for bit, on both sides of the original length; a window that is longer than all
-    sequences is none.
-    """
+    """Bit for bit, on both sides of the original length, also with too long a window."""
     fields = {key: value for key, value in config.items() if key != "auto_map"}
     theirs = Phi3RotaryEmbedding(Phi3Config(**json.loads(json.dumps(fields))))
     found = []

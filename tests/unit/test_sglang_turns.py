@@ -15,9 +15,7 @@ SAMPLING = SamplingParams(max_new_tokens=2)
 
 
 def engine_after(turn: Callable[[Any, Any], None], logps: list[list[float]]) -> Any:
-    """Returns an engine with a request for each list of log-probabilities, which SGLang has drawn
-    so many tokens of, and whose next turn does this with the scheduler and SGLang's requests.
-    """
+    """Returns an engine with requests whose tokens are drawn; `turn` changes its next turn."""
     engine: Any = SglangEngine.__new__(SglangEngine)
     requests = [
         SimpleNamespace(

@@ -1,6 +1,4 @@
-"""A run whose responses end by text, or with a token that generation_config.json alone names,
-trains on what the policy drew: engine and trainer agree.
-"""
+"""A run whose responses end by text or by generation_config.json trains on what was drawn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whether a step may be taken: its losses and its gradients' norm must be finite, each of them; and
-that a loss outlives the memory that Megatron had it in.
-"""
+"""Steps need finite losses and gradient norms; a loss outlives the memory that Megatron had."""
 
 from __future__ import annotations
 

@@ -76,9 +76,7 @@ def export(trainer: Trainer, folder: Path) -> Path:
 
 
 def transformers_sums(folder: Path, trainer: Trainer, is_rejected: bool = False) -> torch.Tensor:
-    """The log-likelihood of what is learned of each row and its tokens, (rows, 2), by
-    transformers' own forward and masks.
-    """
+    """Each row's log-likelihood and number of learned tokens by transformers: (rows, 2)."""
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for prompt in trainer.validation._prompts:
@@ -166,9 +164,7 @@ def test_a_stop_between_a_step_and_its_evaluation_leaves_one_record(
 def test_a_reward_model_is_measured_and_scored_at_the_last_token(
     model: Path, tmp_path: Path
 ) -> None:
-    """Held-out figures and the export are those of transformers' classifier, which reads its score
-    at the end token; `hybridrl eval` of the run's folder gives the same.
-    """
+    """Figures, export and `hybridrl eval` agree with transformers' classifier, at the end token."""
     knobs = (
         "model.init=null",
         f"model.path={model}",

@@ -162,9 +162,7 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_inte
 def test_family_table_has_the_experts_that_transformers_writes(
     config: PreTrainedConfig, moe: MoeShape, tmp_path: Path
 ) -> None:
-    """On disk, where each expert is a tensor, except for GPT-OSS; transformers 5 stacks them in
-    memory.
-    """
+    """Files hold single experts, except GPT-OSS's; transformers 5 stacks them in memory."""
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     hf_config = read_config(tmp_path)
     family, shape = read_model(None, hf_config)

@@ -132,9 +132,7 @@ def test_weights_deal_experts_and_cut_each() -> None:
 
 @pytest.mark.parametrize("batch", range(4))
 def test_weights_with_experts_match_the_reference_in_random_layouts(batch: int) -> None:
-    """Regions and padding tile every tensor, every HF element is held, and values are those of
-    arrays cut as Megatron and vLLM cut them.
-    """
+    """Regions and padding tile all tensors; values are as Megatron and vLLM cut arrays."""
     kinds = set()
     for seed in range(batch, 60, 4):
         case = random_case_with_experts(seed)
