@@ -32,6 +32,7 @@ DROPS = ("rollout.at_lag_bound=drop", "rollout.in_flight=8")  # some samples com
 TURNS = (
     "environment={name: 'own_environments:Counts', workers: 2, max_turns: 3}",
     "reward.function=environment",
+    "reward.isolated=null",
 )
 REPLACES = ("algorithm.max_resampling=2", "reward.function=scripted_reward:begins_even")
 
