@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,11 +67,15 @@ def hf_tensors(wrapped: Any, lora: Lora) -> dict[str, Tensor]:
 
 
 def merge_random(
-    model: Any, family: Family, shape: ModelShape, seed: int
+    model: Any,
+    family: Family,
+    shape: ModelShape,
+    seed: int,
+    hf_config: Mapping[str, Any] | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
     """Returns the model with a random adapter in its own weights, and all weights apart."""
     generator = torch.Generator().manual_seed(seed)
-    base = checkpoint_tensors(model, model.config.to_dict())
+    base = checkpoint_tensors(model, hf_config or model.config.to_dict())
     tensors = {name: tensor.detach().clone() for name, tensor in base.items()}
     for name, size in hf_shapes(only_adapters(family), shape).items():
         scale = 0.6 * size[-1] ** -0.5 if name.endswith(HF_A) else 0.3

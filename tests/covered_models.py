@@ -20,12 +20,11 @@ sys.path += [str(Path(__file__).parent / folder) for folder in ("dist", "contrac
 import engine_cases
 import test_images
 import test_parity
+from tiny_images import FAMILIES as WITH_IMAGES
 
 AXES = ("tp", "pp", "cp", "vpp")
 # Families of models in tiny_models.py that have another name there.
 OTHER_NAMES = {"phi35": "phi3", "phi4mini": "phi3"}
-# Families of test_images.py and test_images_engines.py, by whose tests vLLM generates too.
-WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")
 
 
 def started(module: Any) -> Iterator[tuple[int, list[str]]]:

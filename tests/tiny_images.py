@@ -14,6 +14,8 @@ from tiny_models import WITH_IMAGES
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 
+# Tiny models with images.
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
 TOKEN, START, END = (
     WITH_IMAGES[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end")
 )

@@ -55,6 +55,8 @@ from transformers import (
     Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -275,7 +277,8 @@ def tiny_model(
     size), smollm3 (layers without positions), granite (multipliers), phi3 (fused on disk), phi35
     (longrope), phi4mini (the same of a part of each head, tied), olmo2 (norms afterwards), glm4 (a
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
-    positions), qwen3_vl (a vision tower), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
+    positions), qwen3_vl (a vision tower), qwen3_vl_moe (the same with `dense_layers` among those
+    with experts), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
     (gated delta nets and gated attention), qwen3_5_halves (the same, delta nets first),
     qwen3_5_moe_text (as qwen3_5_text with experts, and a shared expert with its gate), qwen3_next
     (the same, with `dense_layers`; projections of delta nets are grouped by heads),
@@ -374,6 +377,18 @@ def tiny_model(
             own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
         model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**own))
+    elif name == "qwen3_vl_moe":
+        own = copy.deepcopy(WITH_IMAGES) | {"text_config": sizes | WITH_IMAGES["text_config"]}
+        own["text_config"] |= EXPERTS | {
+            "tie_word_embeddings": False,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": list(dense_layers),
+        }
+        if wide:
+            rope = WITH_IMAGES["text_config"]["rope_parameters"] | {"mrope_section": [12, 10, 10]}
+            own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
+        own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
+        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**own))
     elif name == "qwen2_5_vl":
         own = copy.deepcopy(WITH_WINDOWS) | {"text_config": sizes | WITH_WINDOWS["text_config"]}
         if wide:

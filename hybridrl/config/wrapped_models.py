@@ -9,7 +9,7 @@ Pure data, no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.errors import MISSING, ModelError
@@ -45,12 +45,15 @@ class TextPart:
         has_short_names: Whether files name the tensors of the text part `model.*`, and those of the
             vision tower `visual.*`. Published files of such a model have the text part's sizes at
             the top level of config.json.
+        for_engines: Keys that engines need in the text part, with the values that transformers
+            assumes.
     """
 
     model_type: str
     architecture: str
     text_type: str
     has_short_names: bool = False
+    for_engines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_images(self) -> bool:
@@ -69,6 +72,12 @@ WRAPPED: Mapping[str, TextPart] = {
     "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe": TextPart("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "qwen3_vl": TextPart("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": TextPart(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe_text",
+        for_engines={"norm_topk_prob": True},
+    ),
 }
 
 
@@ -120,6 +129,15 @@ def wrapped(content: Mapping[str, Any]) -> dict[str, Any]:
     if is_flat:
         return {**original, **text}
     return {**original, TEXT: {**text, "model_type": part.text_type}}
+
+
+def wrapped_for_engines(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the multimodal model's config.json as engines need it."""
+    found = wrapped(content)
+    added = WRAPPED[found["model_type"]].for_engines
+    if not added:
+        return found
+    return {**found, TEXT: {**added, **found[TEXT]}}
 
 
 def has_images(content: Mapping[str, Any]) -> bool:

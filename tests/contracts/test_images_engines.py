@@ -11,9 +11,9 @@ import pytest
 import torch
 import vllm_kernels
 from adapter_cases import merge_random, write_tensors
-from engine_cases import LOGP_TOLERANCE, write_weights
+from engine_cases import LOGP_TOLERANCE
 from packaged import engine_class, needs
-from tiny_images import file_of, picture, processor_of, save_processor, with_images
+from tiny_images import FAMILIES, file_of, picture, processor_of, save_processor, with_images
 from tiny_models import tiny_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -21,6 +21,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.vision.images import FILE, decoded
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.settings import EngineSettings
@@ -51,7 +52,8 @@ class Case:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.full)]
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[1:])],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     root = tmp_path_factory.mktemp("images")
@@ -83,6 +85,12 @@ def started_hf(folder: Path, lora: Lora | None = None) -> Any:
     hf_config = read_config(folder)
     family = adapted(read_model(None, hf_config)[0], lora)
     return HfEngine(hf_config, "float32", "cpu", 3, family, directory=folder)
+
+
+def write(engine: Any, model: Any, case: Case, version: int) -> None:
+    """Copies a transformers model into the engine."""
+    tensors = checkpoint_tensors(model, read_config(case.folder))
+    write_tensors(engine, {name: one.detach() for name, one in tensors.items()}, version)
 
 
 START = {"hf": started_hf, "vllm": started_vllm}
@@ -142,7 +150,7 @@ def test_greedy_equals_transformers_after_two_updates(engine: Any, case: Case) -
     asked = requests(case.folder)
     for seed in (1, 2):
         oracle = case.model(seed)
-        write_weights(engine, oracle, version=seed)
+        write(engine, oracle, case, version=seed)
         for request, done in zip(asked, generate(engine, asked), strict=True):
             tokens, logps = expected(oracle, case.folder, request)
             assert list(done.tokens) == tokens, request.request_id
@@ -166,7 +174,7 @@ def test_images_are_read_again_after_an_update_with_an_equal_version(
     (request,) = requests(case.folder)[:1]
     found = {}
     for seed in (1, 2):
-        write_weights(engine, case.model(seed), version=2)
+        write(engine, case.model(seed), case, version=2)
         (done,) = generate(engine, [request])
         tokens, logps = expected(case.model(seed), case.folder, request)
         assert list(done.tokens) == tokens
@@ -176,7 +184,7 @@ def test_images_are_read_again_after_an_update_with_an_equal_version(
 
 
 def test_equal_tokens_with_other_images_have_other_responses(engine: Any, case: Case) -> None:
-    write_weights(engine, case.model(1), version=3)
+    write(engine, case.model(1), case, version=3)
     request = requests(case.folder)[0]
     _, shape = read_model(None, read_config(case.folder))
     processor = processor_of(case.folder, shape.vision)
@@ -188,7 +196,7 @@ def test_equal_tokens_with_other_images_have_other_responses(engine: Any, case: 
 
 
 def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, case: Case) -> None:
-    write_weights(engine, case.model(1), version=4)
+    write(engine, case.model(1), case, version=4)
     asked = requests(case.folder)[:3]
     whole = generate(engine, asked)
     engine.submit(asked)
@@ -197,7 +205,7 @@ def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, ca
     begun = engine.pending()
     assert all(request.contents == one.contents for request, one in zip(begun, asked, strict=True))
     engine.clear()
-    write_weights(engine, case.model(1), version=5)
+    write(engine, case.model(1), case, version=5)
     for done, one in zip(generate(engine, begun), whole, strict=True):
         assert done.tokens == one.tokens
         assert done.logps == pytest.approx(one.logps, abs=LOGP_TOLERANCE)
@@ -206,7 +214,7 @@ def test_a_request_continues_with_its_images_and_after_an_update(engine: Any, ca
 def test_requests_wait_for_the_memory_of_pixel_values(
     engine: Any, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_weights(engine, case.model(1), version=6)
+    write(engine, case.model(1), case, version=6)
     asked = requests(case.folder)
     expected = generate(engine, asked)
     monkeypatch.setattr("hybridrl.rollout.vllm.adapter.MAX_PIXEL_BYTES", 1)
@@ -230,7 +238,8 @@ def test_adapters_of_the_decoder_leave_the_tower_alone(
     lora = Lora(4, 10.0)
     started = START[name](case.folder, lora)
     family, shape = read_model(None, read_config(case.folder))
-    oracle, tensors = merge_random(case.model(1), adapted(family, lora), shape, seed=5)
+    hf_config = read_config(case.folder)
+    oracle, tensors = merge_random(case.model(1), adapted(family, lora), shape, 5, hf_config)
     plain = requests(case.folder)[0]
     try:
         write_tensors(started, tensors, 1)

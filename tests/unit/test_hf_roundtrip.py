@@ -40,6 +40,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolLM3Config,
 )
 
@@ -53,6 +54,7 @@ from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, allocate, box_view, load_hf
+from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 
@@ -110,19 +112,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 SMALL_MROPE = {"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1]}}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": SIZES["hidden_size"],
+    "num_position_embeddings": 9,
+    "deepstack_visual_indexes": [1],
+}
 WITH_IMAGES: dict[str, PreTrainedConfig] = {
     "qwen3_vl": Qwen3VLConfig(
         text_config=SIZES | SMALL_MROPE,
-        vision_config={
-            "depth": 2,
-            "hidden_size": 24,
-            "intermediate_size": 20,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": SIZES["hidden_size"],
-            "num_position_embeddings": 9,
-            "deepstack_visual_indexes": [1],
-        },
+        vision_config=TOWER,
         image_token_id=3,
         vision_start_token_id=4,
         vision_end_token_id=5,
@@ -146,6 +149,18 @@ WITH_IMAGES: dict[str, PreTrainedConfig] = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
 CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
+    # Gate and up together are as wide as the model: only the numbers show a transposed matrix.
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        text_config=SIZES
+        | SMALL_MROPE
+        | EXPERTS
+        | {"moe_intermediate_size": 16, "mlp_only_layers": [1], "tie_word_embeddings": False},
+        vision_config=TOWER,
+        tie_word_embeddings=False,
+        image_token_id=3,
+        vision_start_token_id=4,
+        vision_end_token_id=5,
+    ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS),
     "qwen2_moe": Qwen2MoeConfig(**(SIZES | SHARED_EXPERT | {"head_dim": 8})),
@@ -174,8 +189,9 @@ LAYOUTS_WITH_EXPERTS = (
 
 def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     torch.manual_seed(3)
-    if name in WITH_IMAGES:
-        model = AutoModelForImageTextToText.from_config(WITH_IMAGES[name])
+    if "_vl" in name:
+        config = (WITH_IMAGES | CONFIGS_WITH_EXPERTS)[name]
+        model = AutoModelForImageTextToText.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_WITH_EXPERTS)[name])
     with torch.no_grad():
@@ -221,6 +237,9 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
     assert is_sharded == (max_shard_size == "40KB")
     if name not in CONFIGS_WITH_EXPERTS:
         wanted = {text_name(n): p.detach() for n, p in model.named_parameters()}
+    elif name == "qwen3_vl_moe":  # stacks on disk too
+        hf_config = read_config(tmp_path / "in")
+        wanted = {n: t.clone() for n, t in checkpoint_tensors(model, hf_config).items()}
     else:  # what transformers stacks in memory is a tensor an expert on disk
         wanted = {
             n: t for f in (tmp_path / "in").glob("*.safetensors") for n, t in load_file(f).items()
@@ -254,6 +273,12 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
         model.state_dict().items(), again.state_dict().items(), strict=True
     ):
         assert torch.equal(tensor, found), key
+    if name == "qwen3_vl_moe":  # as published, with transposed matrices
+        written = {n: t for f in out.glob("*.safetensors") for n, t in load_file(f).items()}
+        shape = written["model.language_model.layers.0.mlp.experts.down_proj"].shape
+        assert shape == (8, 16, 32)
+        for one, other in zip(shards, _load_all_ranks(out, layout)[1], strict=True):
+            assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
 def test_stacks_of_experts_are_read_as_matrices(tmp_path: Path) -> None:

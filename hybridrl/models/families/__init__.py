@@ -5,6 +5,7 @@ FAMILIES: dict[str, str] = {
     "qwen2": "hybridrl.models.families.qwen2:FAMILY",
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
     "qwen3_vl": "hybridrl.models.families.qwen3_vl:FAMILY",
+    "qwen3_vl_moe": "hybridrl.models.families.qwen3_vl_moe:FAMILY",
     "qwen3_5_text": "hybridrl.models.families.qwen3_5:FAMILY",
     "qwen3_5_moe_text": "hybridrl.models.families.qwen3_5_moe:FAMILY",
     "qwen3_next": "hybridrl.models.families.qwen3_next:FAMILY",

@@ -57,6 +57,17 @@ def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes of the decoder and of the vision tower."""
     require(hf_config, "attention_bias", False, (False,))
     sizes = decoder_shape(hf_config, qk_norm=True, default_head_dim=128, default_kv_heads=32)
+    return with_tower(hf_config, sizes, "qwen3_vl")
+
+
+def with_tower(hf_config: HfConfig, sizes: ModelShape, kind: str) -> ModelShape:
+    """Adds the vision tower to the sizes of a decoder.
+
+    Args:
+        hf_config: Contents of config.json.
+        sizes: Sizes of the decoder.
+        kind: See `VisionShape`.
+    """
     whole = wrapper_of(hf_config)
     config = vision_config(whole, VISION_DEFAULTS, ("hidden_act", "rope_parameters"))
     key = "deepstack_visual_indexes"
@@ -65,7 +76,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
         allowed = f"at most one for each of the {sizes.num_layers} decoder layers"
         raise refusal(f"{VISION}.{key}", config[key], allowed)
     tensors = _tensors(config, num_deep)
-    vision = vision_shape("qwen3_vl", whole, config, tensors, sizes, deepstack_layers=num_deep)
+    vision = vision_shape(kind, whole, config, tensors, sizes, deepstack_layers=num_deep)
     return replace(sizes, vision=vision)
 
 

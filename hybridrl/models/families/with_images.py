@@ -5,7 +5,7 @@ Images are read; videos are not. Tokens have three positions: time, height and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,11 @@ def patch_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(vision_size(config, key) for key in keys)
 
 
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table: the decoder's rows, and one row for each tensor of the tower."""
+def tower_rows(shape: ModelShape) -> tuple[Row, ...]:
+    """Returns one row of the weight table for each tensor of the tower."""
     vision = shape.vision
     assert vision is not None
-    return (*decoder_rows(shape), *(_row(*one) for one in vision.tensors.items()))
+    return tuple(_row(*one) for one in vision.tensors.items())
 
 
 def _row(name: str, shape: tuple[int, ...]) -> Row:
@@ -169,7 +169,7 @@ def _sections(
     return given[0], given[1], given[2]
 
 
-def _text_keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
+def _text_keywords(shape: ModelShape) -> dict[str, Any]:
     # Fused kernels rotate by a token's index, not by its three positions.
     return {"mrope_section": [shape.head_dim // 2, 0, 0], "apply_rope_fusion": False}
 
@@ -181,6 +181,9 @@ def family_with_images(
     defaults: Mapping[str, Any],
     sections: tuple[int, int, int],
     do_sections_alternate: bool,
+    config_keys: Collection[str] = (),
+    expert_rows: Callable[[ModelShape], Sequence[Row]] = lambda _: (),
+    keywords: Callable[[HfConfig, ModelShape], dict[str, Any]] = lambda *_: {},
 ) -> Family:
     """Creates the family of a llama-shaped decoder with a vision tower.
 
@@ -189,14 +192,23 @@ def family_with_images(
         defaults: Values for keys of the decoder that config.json does not contain.
         sections: Number of frequencies of time, height and width, if config.json does not say.
         do_sections_alternate: See `Rotary.has_alternating_sections`.
+        config_keys, keywords: See `decoder_family`.
+        expert_rows: Function that returns the weight rows of experts.
     """
+
+    def rows(shape: ModelShape) -> tuple[Row, ...]:
+        return (*decoder_rows(shape, expert_rows(shape)), *tower_rows(shape))
+
+    def text_keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
+        return keywords(hf_config, shape) | _text_keywords(shape)
+
     text = decoder_family(
         name,
         architecture,
         shape,
-        {"attention_bias", *WINDOW_KEYS, *MROPE_KEYS},
+        {"attention_bias", *WINDOW_KEYS, *MROPE_KEYS, *config_keys},
         rows=rows,
-        keywords=_text_keywords,
+        keywords=text_keywords,
         defaults=defaults,
         ropes=("default",),
         prepare=_without_sections,

@@ -23,6 +23,7 @@ from hybridrl.config.wrapped_models import SHORT_VISUAL, WRAPPED_PREFIX, text_na
 from hybridrl.errors import MISSING, CheckpointError
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.directory import CONFIG_FILE
+from hybridrl.models.hf.expert_files import StackPlace, expert_stacks, transposed
 from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.hf.stored_slices import stored_shapes
 from hybridrl.models.weights import VALUE_HEAD
@@ -45,9 +46,6 @@ SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # Rotary buffers in old checkpoints; and a vocabulary head that is not used, because the embeddings
 # are tied or the model has a value head.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
-EXPERT_MATRIX = re.compile(
-    r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight"
-)
 LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_BYTES = 64 << 20  # number of bytes to compare at a time
 
@@ -85,8 +83,7 @@ class HfHeaders:
             those of a multimodal model's text part, and those that `check` has renamed.
         quantized: Names of tensors that are stored in MXFP4. Their shapes and types are those of
             the dequantized tensors in the layout of files in 16 bits.
-        in_stacks: For each matrix of an expert that the files contain in a stack, the stack's name,
-            the expert's index and the matrix's first row; set by `check`.
+        in_stacks: Place of each expert's matrix that the files contain in a stack; set by `check`.
 
     Raises:
         CheckpointError: Weights or shards are missing, a shard is damaged, or the index is wrong.
@@ -99,7 +96,7 @@ class HfHeaders:
         self.files: dict[str, Path] = {}
         self.stored_names: dict[str, str] = {}
         self.quantized: set[str] = set()
-        self.in_stacks: dict[str, tuple[str, int, int]] = {}
+        self.in_stacks: dict[str, StackPlace] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
             self._read_header(self.directory / file)
@@ -259,28 +256,21 @@ class HfHeaders:
 
     def _divide_stacks(self, shapes: Mapping[str, Shape]) -> None:
         """Replaces stacks of experts by the matrices that the weight table names."""
-        stacks: dict[str, list[tuple[int, str]]] = {}
-        for name in shapes:
-            found = None if name in self.shapes else EXPERT_MATRIX.fullmatch(name)
-            if found is not None:
-                stack = "down_proj" if found["matrix"] == "down_proj" else "gate_up_proj"
-                stack = f"{found['experts']}.{stack}"
-                if stack in self.shapes:
-                    stacks.setdefault(stack, []).append((int(found["index"]), name))
-        for stack, members in stacks.items():
-            rows, columns = shapes[members[0][1]]
-            num_experts = len({index for index, _ in members})
-            expected = num_experts, rows * len(members) // num_experts, columns
-            if self.shapes[stack] != expected:
+        missing = {name: shape for name, shape in shapes.items() if name not in self.shapes}
+        places, stacks = expert_stacks(
+            missing,
+            lambda stack, plain: self.shapes.get(stack) == transposed(plain) != plain,
+        )
+        for stack, expected in stacks.items():
+            if self.shapes.get(stack, expected) != expected:
                 raise self._error(stack, f"shape {self.shapes[stack]}", f"shape {expected}")
-            del self.shapes[stack]
-            for index, name in members:
-                self.in_stacks[name] = stack, index, rows * name.endswith(".up_proj.weight")
-                self.shapes[name] = rows, columns
-                self.dtype_names[name], self.files[name] = (
-                    self.dtype_names[stack],
-                    self.files[stack],
-                )
+        for name, place in places.items():
+            if place.stack in self.files:
+                self.in_stacks[name], self.shapes[name] = place, shapes[name]
+                self.dtype_names[name] = self.dtype_names[place.stack]
+                self.files[name] = self.files[place.stack]
+        for stack in stacks:
+            self.shapes.pop(stack, None)
 
     def _join_quantized(self) -> None:
         """Replaces each pair of blocks and scales by the tensor that they store."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,12 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.directory import write_side_files
+from hybridrl.models.hf.expert_files import (
+    StackPlace,
+    expert_stacks,
+    has_transposed_stacks,
+    transposed,
+)
 from hybridrl.models.hf.headers import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -160,11 +167,9 @@ class _Reader:
 
     def read(self, hf: str, box: Box) -> Tensor:
         """Returns a rectangle of the tensor that an HF coordinate names."""
-        if hf in self._checkpoint.in_stacks:
-            stack, index, first = self._checkpoint.in_stacks[hf]
-            (start, stop), columns = box
-            whole = (index, index + 1), (first + start, first + stop), columns
-            return self._slice(stack, whole)[0]
+        if (stacked := self._checkpoint.in_stacks.get(hf)) is not None:
+            found = self._slice(stacked.stack, stacked.box(box))[0]
+            return found.T if stacked.is_transposed else found
         place = StoredSlice.of(hf)
         if place.name in self._checkpoint.quantized:
             return self._dequantized(place, box)
@@ -239,6 +244,14 @@ class HfPlaces:
         kept: KeptTensors | None = None,
     ) -> None:
         stored = stored_shapes(shapes)
+        self._stacked: dict[str, StackPlace] = {}
+        if has_transposed_stacks(config):
+            # transformers takes square stacks for plain ones.
+            self._stacked, stacks = expert_stacks(
+                stored, lambda _, plain: plain != transposed(plain)
+            )
+            plain = {name: shape for name, shape in stored.items() if name not in self._stacked}
+            stored = {**plain, **stacks}
         dtypes = {name: stored_as(name, dtype) for name in stored}
         if kept is not None:
             shapes, stored = {**shapes, **kept.shapes}, {**stored, **kept.shapes}
@@ -313,6 +326,9 @@ class HfPlaces:
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
+        if (stacked := self._stacked.get(name)) is not None:
+            self._write_stacked(directory, stacked, tensor)
+            return name
         place = StoredSlice.of(name)
         file, offset = self._offsets[place.name]
         data = tensor.detach().to(device="cpu", dtype=self._dtypes[place.name])
@@ -322,6 +338,18 @@ class HfPlaces:
             opened.seek(offset)
             opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
         return name
+
+    def _write_stacked(self, directory: Path, place: StackPlace, tensor: Tensor) -> None:
+        """Writes an expert's matrix into its part of a stack."""
+        file, offset = self._offsets[place.stack]
+        data = tensor.detach().to(device="cpu", dtype=self._dtypes[place.stack]).contiguous()
+        kind = np.dtype(f"i{data.element_size()}")
+        mapped = np.memmap(directory / file, kind, "r+", offset, self._stored[place.stack])
+        box = place.box(((0, data.size(0)), (0, data.size(1))))
+        integers = data.view(getattr(torch, f"int{8 * data.element_size()}")).numpy()
+        part = integers.T if place.is_transposed else integers
+        mapped[tuple(slice(*span) for span in box)] = part[None]
+        mapped.flush()
 
 
 class HfWriter:

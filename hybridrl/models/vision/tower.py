@@ -22,6 +22,8 @@ from hybridrl.models.vision.shape import VisionShape
 TOWERS: Mapping[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig),
     "qwen3_vl": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
+    # transformers' own classes for it have the same modules.
+    "qwen3_vl_moe": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped
+from hybridrl.config.wrapped_models import has_images, without_wrapper, wrapped_for_engines
 from hybridrl.errors import UserError
 from hybridrl.models.family import Rotary
 from hybridrl.models.quantized import BLOCK, unquantized_modules
@@ -104,7 +104,7 @@ class EngineSettings:
     def config_json(self) -> dict[str, Any]:
         """Returns the config.json for the engine."""
         given = self.hf_config
-        content = wrapped(given) if has_images(given) else without_wrapper(given)
+        content = wrapped_for_engines(given) if has_images(given) else without_wrapper(given)
         config = {"architectures": list(self.architectures), **content}
         if self.quantization == "fp8":
             config["quantization_config"] = {

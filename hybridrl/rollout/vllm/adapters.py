@@ -46,7 +46,9 @@ def adapter_arguments(slots: EngineSlots, is_cpu: bool) -> dict[str, Any]:
 def split_projections(model: Any) -> None:
     """Gives each projection of a fused layer its own slot, before vLLM wraps the layers."""
     own = model.packed_modules_mapping
-    split = {name: PROJECTIONS[name] for name in own.keys() & PROJECTIONS}
+    # Qwen3-VL with experts leaves out the fused layers of dense layers (0.32).
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    split = {name: PROJECTIONS[name] for name in (own.keys() | names) & PROJECTIONS.keys()}
     model.packed_modules_mapping = {**own, **split}
 
 

@@ -1,0 +1,68 @@
+"""Qwen3-VL with mixtures of experts (30B-A3B, 235B-A22B): Qwen3's decoder with experts, and the
+vision tower of Qwen3-VL.
+
+Files store the experts of a layer as one tensor of transposed matrices (models/hf/headers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridrl.models.families import qwen3_moe, qwen3_vl
+from hybridrl.models.families.decoder import decoder_shape
+from hybridrl.models.families.experts import (
+    EXPERT_KEYS,
+    expert_config,
+    expert_rows,
+    experts_per_token,
+    listed_dense_layers,
+    read_num_experts,
+)
+from hybridrl.models.families.reading import require, size
+from hybridrl.models.families.with_images import family_with_images
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+
+# transformers' Qwen3VLMoeTextConfig
+DEFAULTS = {
+    "intermediate_size": 5632,
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 16,
+    "rope_theta": 500000.0,
+}
+
+
+def shape(hf_config: HfConfig) -> ModelShape:
+    """Reads the sizes of the decoder and of the vision tower."""
+    require(hf_config, "attention_bias", False, (False,))
+    # transformers always normalizes the weights of a token's experts.
+    require(hf_config, "norm_topk_prob", True, (True,))
+    num_experts = read_num_experts(hf_config, "num_experts", 60)
+    moe = MoeShape(
+        num_experts,
+        experts_per_token(hf_config, num_experts, 4),
+        size(hf_config, "moe_intermediate_size", 1408),
+        dense_layers=listed_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
+    )
+    sizes = decoder_shape(hf_config, qk_norm=True, default_kv_heads=16, moe=moe)
+    return qwen3_vl.with_tower(hf_config, sizes, "qwen3_vl_moe")
+
+
+def _keywords(_: HfConfig, shape: ModelShape) -> dict[str, Any]:
+    return expert_config(shape, renormalized=True)
+
+
+def _rows(shape: ModelShape) -> tuple[Row, ...]:
+    return expert_rows(shape, qwen3_moe.NAMES)
+
+
+FAMILY = family_with_images(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    shape,
+    DEFAULTS,
+    sections=(24, 20, 20),
+    do_sections_alternate=True,
+    config_keys=EXPERT_KEYS | qwen3_moe.KEYS,
+    expert_rows=_rows,
+    keywords=_keywords,
+)
