@@ -198,6 +198,8 @@ import json, os, pathlib, time, urllib.request
 task = json.load(open(os.environ["HYBRIDRL_TASK"]))
 folder = pathlib.Path(os.environ["FOLDER"])
 messages = [{"role": "user", "content": task["prompt"]}]
+port = os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]
+(folder / f"port_{port}").touch()
 for turn in range(2):
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages}
     key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -263,11 +265,12 @@ def test_after_a_kill_in_the_middle_of_episodes_they_begin_again(tmp_path: Path)
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", PACKAGED)
-def test_a_replica_of_two_ranks_serves_programs(tmp_path: Path, engine: str) -> None:
+def test_two_replicas_of_two_ranks_serve_programs(tmp_path: Path, engine: str) -> None:
     (tmp_path / "go_on").touch()
     rollout = {"engine": engine, "tp": 2}
     config = config_of(tmp_path, command(tmp_path), rollout=rollout, steps={"num_steps": 2})
-    run("train", write_config(tmp_path, config), "--world", "2", timeout_s=400)
+    run("train", write_config(tmp_path, config), "--world", "4", timeout_s=400)
+    assert len(list(tmp_path.glob("port_*"))) == 2  # each replica has an address
     for one in records(tmp_path / "agents"):
         assert one["reward/mean"] == 0.5 and one["agent/turns_mean"] == 2
         assert one["mismatch/logprob_diff_max"] < 1e-4
