@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report
+from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report, shorten_log
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError, short
 from hybridrl.rewards.outcome import LARGEST, WHERE
@@ -206,7 +206,9 @@ class CommandRunner:
         command, log = self._command, self._logs.file(task)
         if self._sandbox is not None:
             command = self._sandbox.command(command, folder)
-        with open(log or os.devnull, "wb") as output:
+        if log is not None:
+            log.unlink(missing_ok=True)
+        with open(log or os.devnull, "ab") as output:
             process = subprocess.Popen(
                 [*self._prefix, *command],
                 cwd=work,
@@ -216,7 +218,7 @@ class CommandRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        is_late = self._wait(process, self._clocks.of(task.is_evaluation), stop)
+        is_late = self._wait(process, self._clocks.of(task.is_evaluation), stop, log)
         code = _end_group(process)
         where = f" (output: {log})" if log is not None else ""
         if is_late:
@@ -230,7 +232,11 @@ class CommandRunner:
         return reported(result)
 
     def _wait(
-        self, process: subprocess.Popen[bytes], clock: AwakeClock, stop: threading.Event
+        self,
+        process: subprocess.Popen[bytes],
+        clock: AwakeClock,
+        stop: threading.Event,
+        log: Path | None,
     ) -> bool:
         """Waits until the program ends or must be ended. Returns whether its time is over."""
         deadline = clock.now() + self._timeout_s
@@ -241,6 +247,8 @@ class CommandRunner:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=min(left, POLL_S) + 0.001)
                 return False
+            if log is not None:
+                shorten_log(log)
         return False
 
 

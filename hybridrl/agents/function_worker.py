@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridrl.agents.tasks import AgentTask
+from hybridrl.agents.tasks import AgentTask, shorten_log
 from hybridrl.config.own_code import imported
 
 PR_SET_PDEATHSIG = 1
@@ -36,7 +36,9 @@ class _Output:
         if (log := LOG.get()) is None:
             return self._other.write(text)
         with Path(log).open("a", encoding="utf-8") as file:
-            return file.write(text)
+            num_written = file.write(text)
+        shorten_log(log)
+        return num_written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._other, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from threading import Lock
@@ -14,6 +15,8 @@ if TYPE_CHECKING:  # worker processes may lack numpy, which this module imports
     from hybridrl.contracts.prompts import Asked
 
 TOKEN_VARIABLE = "HYBRIDRL_TASK_TOKEN"
+# A log that grows beyond this size keeps its beginning, and what is written later.
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 16 << 20, 1 << 20
 
 
 def take_token() -> str | None:
@@ -21,6 +24,15 @@ def take_token() -> str | None:
     code and its programs do not inherit it. Returns it; None if there is none.
     """
     return os.environ.pop(TOKEN_VARIABLE, None) or None
+
+
+def shorten_log(file: str | os.PathLike[str]) -> None:
+    """Cuts a log that is too long, so that a program that prints without end does not fill the
+    disk. Whoever writes the log must have opened it for appending.
+    """
+    with suppress(OSError):  # its step is over, and the folder was removed
+        if os.stat(file, follow_symlinks=False).st_size > MAX_LOG_BYTES:
+            os.truncate(file, KEPT_LOG_BYTES)
 
 
 @dataclass(frozen=True)

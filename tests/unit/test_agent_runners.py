@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hybridrl.agents import command, function_worker, tasks
 from hybridrl.agents.backend import SamplingTerms, TurnQueue
 from hybridrl.agents.check import check_agent
 from hybridrl.agents.command import Bubblewrap, CommandRunner, EpisodeLogs, reported
@@ -225,6 +226,26 @@ def test_an_error_while_the_next_agent_is_started_reaches_the_run(tmp_path):
             host.take_finished()
     assert time.monotonic() < began + 5
     host.close()
+
+
+def test_output_without_end_does_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "MAX_LOG_BYTES", 1 << 20)
+    monkeypatch.setattr(tasks, "KEPT_LOG_BYTES", 100)
+    monkeypatch.setattr(command, "POLL_S", 0.05)
+    text = "import time\nprint('begin', flush=True)\n"
+    text += "for _ in range(40):\n    print('x' * 200_000, flush=True)\n    time.sleep(0.02)\n"
+    runner = command_runner(tmp_path, program(text + "time.sleep(0.3)\nprint('end')"))
+    assert run_all(runner, [task_of(1)]) == {1: Report()}
+    log = (tmp_path / "agents" / "step_000001" / "sample_1.log").read_text()
+    assert log.startswith("begin") and log.endswith("end\n") and len(log) < 4 << 20
+    file = tmp_path / "call.log"
+    token = function_worker.LOG.set(str(file))
+    output = function_worker._Output(sys.stderr)
+    for number in range(40):
+        output.write(f"{number}" + "x" * 100_000)
+    function_worker.LOG.reset(token)
+    assert file.stat().st_size < 2 << 20 and file.read_text().startswith("0x")
+    tasks.shorten_log(tmp_path / "nothing.log")
 
 
 def test_logs_of_old_steps_are_removed(tmp_path):
