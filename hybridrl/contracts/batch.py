@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.branches import branches_of
 from hybridrl.contracts.checks import (
     FLAG,
     INTEGER,
@@ -52,23 +51,22 @@ from hybridrl.contracts.checks import (
     Producer,
     check,
     check_observed,
-    check_rollouts,
     columns_of,
     holds,
 )
 from hybridrl.contracts.holders import Holders
+from hybridrl.contracts.length_checks import LENGTHS, check_lengths, check_observed_counts
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.ragged import (
     Blob,
-    blobs_of,
     check_blob,
     flatten,
     observed_mask,
     row_places,
     starts_of,
-    token_versions,
 )
+from hybridrl.contracts.rollout_columns import rollout_columns
 from hybridrl.contracts.samples import Rollout, in_gaps
 from hybridrl.contracts.sequences import SampleSequences, SampleValues
 
@@ -91,8 +89,6 @@ UNRELATED = "unrelated"
 """Reward part that is 1 for responses to an unrelated prompt; training ignores these responses."""
 GREEDY = "greedy"
 """Reward part with the reward of the greedy response to the same prompt; not a term of the sum."""
-LENGTHS = ("lengths_B", "prompt_lengths_B")
-"""Fields that define where samples are in the columns; not columns themselves."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,55 +156,22 @@ class RolloutBatch:
             raise BatchError(self.producer, "tokens_T", got, "token ids of at least 0")
 
     def _check_lengths(self) -> None:
-        for name in LENGTHS:
-            check(getattr(self, name), name, INTEGER, self.num_samples, self.producer, NO_MASK)
-        if not self.prompts:
-            raise BatchError(self.producer, "prompts", "returned no sample", "at least 1 sample")
-        # An agent renders its own contexts, so their lengths differ from the prompt's.
-        lengths = [len(p.tokens) for p in self.prompts] if self.sequence_B is None else None
-        if lengths is not None and lengths != self.prompt_lengths_B.tolist():
-            got = "returned lengths that differ from the lengths of its prompts"
-            raise BatchError(
-                self.producer, "prompt_lengths_B", got, "the number of tokens in each prompt"
-            )
-        wrong = (self.prompt_lengths_B < 1) | (self.lengths_B <= self.prompt_lengths_B)
-        if bool(wrong.any()):
-            i = int(wrong.nonzero()[0])
-            prompt, total = int(self.prompt_lengths_B[i]), int(self.lengths_B[i])
-            got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
-            raise BatchError(
-                self.producer,
-                "lengths_B",
-                got,
-                "at least 1 prompt token and at least 1 response token",
-            )
-        self._check_observed_counts()
-        if self.observed_T is not None:
-            sizes = self.lengths_H, self.of_held(self.prompt_lengths_B)
-            check_observed(self.observed_T, *sizes, self.producer)
-
-    def _check_observed_counts(self) -> None:
-        counts_B, expected = self.num_observed_B, "the number of observed tokens of each response"
-        if counts_B is None:
+        has_contexts, producer = self.sequence_B is not None, self.producer
+        check_lengths(self.prompts, self.lengths_B, self.prompt_lengths_B, has_contexts, producer)
+        counts_B = self.num_observed_B
+        if counts_B is not None:
+            most_B, has_holders = self.lengths_B - self.prompt_lengths_B, self.holders is not None
+            check_observed_counts(counts_B, most_B, has_holders, producer)
+        if self.observed_T is None:
             return
-        check(counts_B, "num_observed_B", INTEGER, self.num_samples, self.producer, NO_MASK)
-        if self.holders is None:
-            got = (
-                "returned num_observed_B without holders, although observed_T already determines "
-                "these counts"
-            )
-            raise BatchError(self.producer, "num_observed_B", got, "None")
-        most_B = self.lengths_B - self.prompt_lengths_B
-        if bool(((counts_B < 0) | (counts_B >= most_B)).any()):
-            got = (
-                f"returned {counts_B.tolist()[:8]} for responses with {most_B.tolist()[:8]} tokens"
-            )
-            raise BatchError(self.producer, "num_observed_B", got, expected)
-        if self.observed_T is not None:
+        if counts_B is not None:
             found_B = torch.bincount(self.sample_index_T[self.observed_T], minlength=len(counts_B))
             if not torch.equal(found_B[self.rows_H], counts_B[self.rows_H]):
                 got = "returned counts that differ from those in observed_T"
-                raise BatchError(self.producer, "num_observed_B", got, expected)
+                expected = "the number of observed tokens of each response"
+                raise BatchError(producer, "num_observed_B", got, expected)
+        sizes = self.lengths_H, self.of_held(self.prompt_lengths_B)
+        check_observed(self.observed_T, *sizes, producer)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
         column = columns_of(type(self))[name]
@@ -226,41 +189,7 @@ class RolloutBatch:
         cls, rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
     ) -> RolloutBatch:
         """Builds a batch from rollouts. `groups[i]` is the prompt index of rollout i."""
-        check_rollouts(rollouts, groups, producer)
-        logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
-        finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
-        sequences = [r.sequence for r in rollouts if r.sequence is not None]
-        if sequences and len(sequences) != len(rollouts):
-            got = f"returned {len(sequences)} of {len(rollouts)} rollouts with a sequence number"
-            raise BatchError(producer, "sequence_B", got, "a number for all rollouts or for none")
-        blobs = blobs_of(rollouts, producer)
-        if sequences:
-            branches_BN = torch.tensor(branches_of(rollouts), dtype=torch.int64)
-        if any(r.observed is not None for r in rollouts):
-            masks = [r.observed or (False,) * len(r.tokens) for r in rollouts]
-            observed_T = observed_mask([r.prompt for r in rollouts], masks)
-        tokens_T, lengths_B, prompt_lengths_B = flatten(
-            [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
-        )
-        return RolloutBatch(
-            prompts=tuple(r.prompt for r in rollouts),
-            sample_ids_B=torch.tensor([r.sample_id for r in rollouts], dtype=torch.int64),
-            group_B=torch.tensor(list(groups), dtype=torch.int64),
-            tokens_T=tokens_T,
-            lengths_B=lengths_B,
-            prompt_lengths_B=prompt_lengths_B,
-            behaviour_logp_T=torch.from_numpy(np.fromiter(chain.from_iterable(logps), np.float32)),
-            versions_B=torch.tensor([r.version for r in rollouts], dtype=torch.int64),
-            finished_B=torch.tensor(finished, dtype=torch.bool),
-            producer=producer,
-            observed_T=observed_T,
-            versions_T=token_versions(rollouts),
-            sequence_B=torch.tensor(sequences, dtype=torch.int64) if sequences else None,
-            branch_of_B=branches_BN[:, 0] if sequences else None,
-            branch_tokens_B=branches_BN[:, 1] if sequences else None,
-            context_B=branches_BN[:, 2] if sequences else None,
-            blobs=blobs,
-        )
+        return RolloutBatch(**rollout_columns(rollouts, groups, producer))
 
     @property
     def num_samples(self) -> int:
