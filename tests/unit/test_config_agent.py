@@ -85,6 +85,32 @@ def test_agents_of_models_that_read_images_are_refused_by_name():
     assert "agent" not in {one.name for one in image_rules(config_of({}), hf_config)}
 
 
+@pytest.mark.parametrize(
+    ("sections", "name", "message"),
+    [
+        ({"rollout": {"engine": "sglang"}}, "rollout.engine", "hf or vllm with a model that reads"),
+        ({"algorithm": {"name": "ppo"}}, "algorithm.name", "without a critic or reward model"),
+        ({"algorithm": {"name": "reward_model"}}, "algorithm.name", "without a critic"),
+        (
+            {"algorithm": {"name": "on_policy_distillation", "teacher": "t"}},
+            "algorithm.teacher",
+            "no teacher",
+        ),
+        (
+            {"reward": {"function": "reward_model", "options": {"path": "m"}}},
+            "reward reward_model",
+            "rewards that are functions",
+        ),
+    ],
+)
+def test_what_does_not_work_with_images_is_refused_by_name(sections, name, message):
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 8}
+    hf_config = text_part({"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
+    found = {one.name: one for one in image_rules(config_of({}, **sections), hf_config)}
+    assert message in found[name].allowed
+    assert not list(image_rules(config_of({}), hf_config))
+
+
 def test_a_reported_reward_needs_an_agent_and_a_turn_fits_into_the_context():
     found = check(config_of({}, reward={"function": "agent"}), 1)
     assert "reward.function" in {one.name for one in found}
