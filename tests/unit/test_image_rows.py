@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from hybridrl.models.vision.images import (
 )
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import pixel_values
+from hybridrl.rollout.vllm import images as vllm_images
 
 VISION = VisionShape(
     "qwen3_vl", {}, image_token=3, start_token=2, end_token=4, patch_size=4, merge_size=2
@@ -503,3 +505,28 @@ def test_prompts_with_equal_words_and_other_pictures_differ(
     assert hold_out(load(tokenizer, images, *rows[:4]), 0.5)
     with pytest.raises(DataError, match="4 equal prompts"):
         hold_out(load(tokenizer, images, *[rows[0]] * 4), 0.5)
+
+
+def test_images_are_decoded_ahead_in_other_threads(
+    images: ImageTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, in bounded number; those of requests that were given up make room."""
+    processor, threads = images.processor, list[str]()
+    decode = processor.patches
+
+    def patches(content: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return decode(content)
+
+    monkeypatch.setattr(processor, "patches", patches)
+    monkeypatch.setattr(vllm_images, "MAX_AHEAD", 2)
+    items = vllm_images.PixelItems(processor, torch.float32)
+    contents = [processor.content(file_of(picture(seed, 24, 24))) for seed in range(40, 44)]
+    items.decode_ahead([*contents[:2], *contents[:2]])
+    for started in items._decoded.values():
+        started.result()
+    assert len(threads) == 2 and all(name.startswith("images") for name in threads)
+    items.decode_ahead(contents[2:3])
+    assert list(items._decoded) == [contents[1].key, contents[2].key]
+    items._decoded[contents[2].key].result()
+    assert len(threads) == 3

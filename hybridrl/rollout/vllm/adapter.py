@@ -26,7 +26,7 @@ from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
 from hybridrl.rollout.vllm.head import compute_wide_logits
-from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, PixelItems
+from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.names import hf_style
@@ -177,8 +177,12 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         images = [one for row in self._running.values() for one in row.request.contents]
         pixels = self._pixels.sizes(images) if images else {}
         num_bytes = sum(pixels.values())
-        for row in waiting[: num_held - len(held)]:
+        for index, row in enumerate(waiting[: num_held - len(held)]):
             if row.request.contents:
+                following = waiting[index : index + NUM_FOLLOWING]
+                self._pixels.decode_ahead(
+                    one for other in following for one in other.request.contents
+                )
                 sizes = self._pixels.sizes(row.request.contents)
                 num_bytes += sum(size for key, size in sizes.items() if key not in pixels)
                 if self._running and num_bytes > MAX_PIXEL_BYTES:
