@@ -344,6 +344,10 @@ def make_roles(
     if roles.trains_policy:
         if said := trained_summary(model.frozen_parts, source.family, source.shape):
             notify(f"trained: {said}")
+        if config.model.path is None and source.shape.vision and config.train.freeze is None:
+            notify(
+                "the vision tower has random weights and is frozen; train.freeze=[] trains it too"
+            )
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
         model.freeze()

@@ -48,7 +48,8 @@ def test_a_run_continues_in_another_layout_and_is_exported(
         f"train.freeze={freeze}",
         *SHORT,
     )
-    run(*config, f"run.dir={tmp_path}")
+    said = run(*config, f"run.dir={tmp_path}")
+    assert ("has random weights and is frozen" in said) == (freeze == "null")
     expected = records(tmp_path / "pictures-sft")
     assert expected[3]["policy/loss"] < expected[0]["policy/loss"]
     for layout in ("train.tp=2", "train.pp=2"):
