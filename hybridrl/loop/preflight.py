@@ -111,14 +111,13 @@ def model_violations(
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
-            found += mtp_rules(
-                config.train, lora_of(config.lora) is not None, family, shape, content
-            )
+            has_policy, has_adapters = trains_policy(config), lora_of(config.lora) is not None
+            found += mtp_rules(config.train, has_policy, has_adapters, family, shape, content)
             found += hybrid_rules(rollout.engine, replays(config), shape)
             folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
             if shape.vision is not None and folder.is_dir():
                 Preprocessing.read(folder, shape.vision)
-            head: Head = "lm" if trains_policy(config) else "value"
+            head: Head = "lm" if has_policy else "value"
             found += freeze_rules(frozen_names(config.train.freeze, shape), family, shape, head)
             found += lora_rules(config.lora, family, shape)
             found += quantized_model_rules(rollout, config.train, family, shape)

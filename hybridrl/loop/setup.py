@@ -108,9 +108,10 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
         family, shape = read_model(config.model.family, model_config)
         found += bias_rule(train.moe.bias_update_rate, family, shape)
         found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
-        found += mtp_rules(train, lora_of(config.lora) is not None, family, shape, model_config)
+        has_policy, has_adapters = trains_policy(config), lora_of(config.lora) is not None
+        found += mtp_rules(train, has_policy, has_adapters, family, shape, model_config)
         found += hybrid_rules(config.rollout.engine, replays(config), shape)
-        head: Head = "lm" if trains_policy(config) else "value"
+        head: Head = "lm" if has_policy else "value"
         found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)
         found += lora_rules(config.lora, family, shape)
         found += quantized_model_rules(config.rollout, train, family, shape)

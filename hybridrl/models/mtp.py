@@ -53,18 +53,27 @@ def mtp_rows(shape: ModelShape, layer: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def mtp_rules(
-    train: Any, is_adapted: bool, family: Family, shape: ModelShape, hf_config: Mapping[str, Any]
+    train: Any,
+    has_policy: bool,
+    is_adapted: bool,
+    family: Family,
+    shape: ModelShape,
+    hf_config: Mapping[str, Any],
 ) -> Iterator[UserError]:
     """Yields the reasons why the model's MTP layer cannot be trained as `train.mtp_coef` says.
 
     Args:
         train: Section `train` of the configuration.
+        has_policy: Whether the algorithm trains a policy.
         is_adapted: Whether the model has LoRA adapters.
         family, shape: Family and sizes of the model.
         hf_config: Contents of the model's config.json.
     """
     key, value, off = "train.mtp_coef", train.mtp_coef, "Set train.mtp_coef=0."
     if not value:
+        return
+    if not has_policy:
+        yield UserError(key, value, "0 with an algorithm that does not train a policy", off)
         return
     if not family.mtp_key:
         allowed = f"0 with family {family.name}, whose MTP layers are kept but not trained"

@@ -54,10 +54,12 @@ def test_layers_that_cannot_be_trained_are_refused(
     family = resolve_family(None, config)
     sizes = family.shape(config)
     wanted = TrainConfig(mtp_coef=0.1, **train)
-    found = list(mtp_rules(wanted, is_adapted, family, sizes, config))
+    found = list(mtp_rules(wanted, True, is_adapted, family, sizes, config))
     assert [one.name for one in found] == ["train.mtp_coef"] * bool(reason)
     assert all(reason in one.allowed for one in found)
-    assert not list(mtp_rules(TrainConfig(**train), is_adapted, family, sizes, config))
+    (without_policy,) = mtp_rules(wanted, False, is_adapted, family, sizes, config)
+    assert "does not train a policy" in without_policy.allowed
+    assert not list(mtp_rules(TrainConfig(**train), True, is_adapted, family, sizes, config))
 
 
 def test_a_trained_layer_is_in_the_table_and_no_longer_passed_over() -> None:
