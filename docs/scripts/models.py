@@ -65,7 +65,11 @@ RAN = {
     "qwen3_vl": Ran(SHORT, VLLM),
     "qwen2_5_vl": Ran(SHORT, VLLM),
     "qwen3_vl_moe": Ran(SHORT, VLLM),
-    "qwen3_5_text": Ran(("TP2", "PP2", "TP2 PP2", "PP2 VPP2"), VLLM),
+    "qwen3_5_text": Ran(
+        ("TP2", "PP2", "TP2 PP2", "PP2 VPP2"),
+        VLLM,
+        OnGpus("4 small layers: gradients", f"{RESULTS}/gradients_delta_h200.json", "qwen3_5_text"),
+    ),
     "qwen3_5_moe_text": Ran(HYBRID_EXPERTS, VLLM),
     "qwen3_next": Ran(HYBRID_EXPERTS, VLLM),
     "qwen3_moe": Ran(
