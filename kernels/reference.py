@@ -391,6 +391,26 @@ def quantize_blocks(tiles: Tiles, block: int = BLOCK) -> torch.Tensor:
     return (weight.float() / wide).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
+def fp8_product(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, scales: torch.Tensor, block: int = BLOCK
+) -> torch.Tensor:
+    """Returns x @ W.T, (M, N), in the type of x.
+
+    Args:
+        weight_NK: float8_e4m3fn; W is its product with the scales.
+        scales: Powers of two, fp32, one for each block of weights.
+        block: Rows and columns of a block.
+    """
+    return (x_MK.float() @ fp8_widened(weight_NK, scales, block).T).to(x_MK.dtype)
+
+
+def fp8_widened(weight_NK: torch.Tensor, scales: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+    """Returns FP8 weights times the scales of their blocks, fp32. Arguments as in `fp8_product`."""
+    outputs, inputs = weight_NK.shape
+    wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:outputs, :inputs]
+    return weight_NK.float() * wide
+
+
 class QuantizedCopies:
     """A fixed list of copies that quantize blocks.
 

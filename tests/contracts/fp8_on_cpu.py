@@ -1,7 +1,8 @@
 """Lets vLLM on CPUs start with FP8 weights, computed by stand-ins for its kernels.
 
-vLLM's own kernels need GPUs, or CPUs with AMX. The stand-ins multiply by dequantized weights and
-leave activations in bf16. All else is vLLM's: parameters, loaders and processing after loading.
+vLLM's own kernels need GPUs, or CPUs with AMX. Linear layers use this package's product. Experts
+multiply by dequantized weights, and leave activations in bf16. All else is vLLM's: parameters,
+loaders and processing after loading.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.rollout.common import packaged_engine
@@ -43,10 +43,6 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         @classmethod
         def can_implement(cls, config: Any) -> tuple[bool, None]:
             return True, None
-
-        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            weight = dequantized(layer.weight, layer.weight_scale_inv)
-            return F.linear(x.float(), weight).to(x.dtype) + (0 if bias is None else bias)
 
         def apply_block_scaled_mm(self, *args: Any, **keywords: Any) -> Tensor:
             raise NotImplementedError

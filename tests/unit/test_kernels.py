@@ -17,6 +17,7 @@ CASES = {
     "adapter_kernel_cases.py": "cases of adding an adapter",
     "row_kernel_cases.py": "cases of rows",
     "delta_kernel_cases.py": "all cases of the gated delta rule",
+    "fp8_product_cases.py": "cases of products with FP8 weights",
 }
 
 

@@ -25,6 +25,7 @@ from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
+from hybridrl.rollout.vllm.fp8_products import multiply_unrounded_tokens
 from hybridrl.rollout.vllm.head import compute_wide_logits
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
 from hybridrl.rollout.vllm.latent import rotate_with_torch
@@ -90,6 +91,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _settle(self, model: torch.nn.Module) -> None:
         if self._settings.quantization == "fp8":
             check_kernels(model, self._inputs.version)
+            multiply_unrounded_tokens(model)
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._settings.is_exact:
