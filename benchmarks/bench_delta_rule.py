@@ -1,13 +1,11 @@
-"""Times the gated delta rule of one layer of Qwen3.5-4B: hybridrl's kernels, torch's reference, and
-flash-linear-attention where it is installed.
+"""Times the gated delta rule and the convolution of one layer of Qwen3.5-4B: hybridrl's kernels,
+and torch's reference.
 
     python benchmarks/bench_delta_rule.py --out OUT.json
 
 One GPU, no process group. 16 key heads and 32 value heads of 128, bf16, 16,384 tokens. Outputs and
 gradients of each implementation are first compared with torch's in fp32; what differs by more than
-the bound of the start of a run is reported, not timed. Of flash-linear-attention, whose backward
-pass refuses Hopper GPUs with Triton below 3.7.1, --force also times what it refuses, as a
-comparison of speed with gradients that may be wrong.
+the bound of the start of a run is reported, not timed.
 
 Times are medians over 20 calls, on the device's clock, after 3. The limit is the time in which the
 device copies what has to be read and written: inputs, outputs and gradients once, and a state for
@@ -26,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from case_record import command_of, commit
 
+from hybridrl import ops
+from hybridrl.models.megatron.attention import GatherKeys, PackedSequences
 from hybridrl.models.megatron.delta_kernels import TOLERANCE, kernel_rule
+from hybridrl.models.megatron.delta_net import Recurrence
 from hybridrl.models.megatron.delta_rule import (
     DeltaInputs,
     DeltaRule,
@@ -51,7 +53,6 @@ def main() -> None:
     """Measures all cases."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--force", action="store_true", help="also time what fla refuses")
     parser.add_argument("--profile", action="store_true", help="also report each kernel's time")
     arguments = parser.parse_args()
     report: dict[str, Any] = {
@@ -68,8 +69,6 @@ def main() -> None:
         "cases": [],
     }
     rules: dict[str, DeltaRule] = {"triton": kernel_rule, "torch": delta_rule}
-    if (fla := fla_rule(arguments.force)) is not None:
-        rules["fla"] = fla
     for name, lengths in CASES.items():
         for has_states in (False, True):
             found = measure(lengths, has_states, rules)
@@ -77,7 +76,7 @@ def main() -> None:
             report["cases"].append(case)
             print(json.dumps(case), flush=True)
             arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    report["convolution"] = convolution(16384)
+    report["convolution"] = convolution(CASES["32 sequences of 512"])
     print(json.dumps(report["convolution"]), flush=True)
     if arguments.profile:
         report["kernels_ms"] = profile()
@@ -120,17 +119,17 @@ def measure(
         output = forward(rule)
         return output, *torch.autograd.grad(output, taken, weight)
 
-    exact = [one.float() for one in both(delta_rule)]
+    exact = [one.detach().float() for one in both(delta_rule)]
     names = ("output", "query", "key", "value", "decay", "beta", "state")
     found: dict[str, Any] = {}
     for name, rule in rules.items():
         try:
             errors = {
-                what: float((own.float() - one).norm() / one.norm())
+                what: float((own.detach().float() - one).norm() / one.norm())
                 for what, own, one in zip(names, both(rule), exact, strict=False)
             }
             found[name] = {"errors": errors, "is_right": max(errors.values()) <= TOLERANCE}
-            if name == "fla" or found[name]["is_right"]:
+            if found[name]["is_right"]:
                 with torch.no_grad():
                     found[name]["forward_ms"] = timed(lambda: forward(rule))  # noqa: B023
                 torch.cuda.reset_peak_memory_stats()
@@ -172,17 +171,40 @@ def copy_rate() -> float:
     return 2e3 * source.numel() / timed(lambda: target.copy_(source))["median"]
 
 
-def convolution(tokens: int) -> dict[str, Any]:
-    """Returns the time of the convolution before the rule, as it is computed."""
-    channels = torch.randn(tokens, (2 * KEYS + VALUES) * SIZE, device=DEVICE).bfloat16()
-    weight = torch.randn(channels.size(1), 4, device=DEVICE).bfloat16()
-    channels.requires_grad_()
-    weight.requires_grad_()
+def convolution(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the time of the convolution before the rule, forward and backward."""
+    torch.manual_seed(1)
+    num_tokens, num_channels = sum(lengths), (2 * KEYS + VALUES) * SIZE
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    order = Recurrence(PackedSequences.of(bounds, max(lengths)), 4, DEVICE)
+    inputs = [
+        torch.randn(num_tokens, num_channels, device=DEVICE).bfloat16().requires_grad_(),
+        torch.randn(num_channels, 4, device=DEVICE).bfloat16().requires_grad_(),
+    ]
+    weight = torch.randn(num_tokens, num_channels, device=DEVICE).bfloat16()
 
-    def both() -> None:
-        causal_convolution(channels, weight).to(channels.dtype).sum().backward()
+    def in_torch(channels_TC: torch.Tensor, weight_CK: torch.Tensor) -> torch.Tensor:
+        history, with_zero = order.history, F.pad(channels_TC, (0, 0, 0, 1))
+        rows = GatherKeys.apply(with_zero, history.index_E, history.readers)
+        return causal_convolution(rows, weight_CK)[history.row_T].bfloat16()
 
-    return {"convolution_both_ms": timed(both), "tokens": tokens}
+    def in_kernels(channels_TC: torch.Tensor, weight_CK: torch.Tensor) -> torch.Tensor:
+        return ops.causal_convolution(channels_TC, weight_CK, order.places[:3], None)
+
+    def both(compute: Any) -> list[torch.Tensor]:
+        output = compute(*inputs)
+        return [output.detach(), *torch.autograd.grad(output, inputs, weight)]
+
+    exact, found = both(in_torch), both(in_kernels)
+    return {
+        "errors": [
+            float((own.float() - one.float()).norm() / one.float().norm())
+            for one, own in zip(exact, found, strict=True)
+        ],
+        "torch_both_ms": timed(lambda: both(in_torch)),
+        "triton_both_ms": timed(lambda: both(in_kernels)),
+        "tokens": num_tokens,
+    }
 
 
 def profile() -> dict[str, float]:
@@ -202,39 +224,6 @@ def profile() -> dict[str, float]:
         torch.cuda.synchronize()
     times = {one.key: one.self_device_time_total / 1e4 for one in profiler.key_averages()}
     return dict(sorted(times.items(), key=lambda item: -item[1])[:24])
-
-
-def fla_rule(is_forced: bool) -> DeltaRule | None:
-    """Returns flash-linear-attention's rule, or None if it is not installed."""
-    try:
-        from fla.ops.common import chunk_o
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
-        print(f"without flash-linear-attention: {error}", flush=True)
-        return None
-    if is_forced:
-        chunk_o.TRITON_ABOVE_3_7_1 = True
-
-    def rule(
-        inputs: DeltaInputs,
-        sequences: Sequences,
-        state_NGKV: torch.Tensor | None = None,
-        wants_states: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, states = chunk_gated_delta_rule(
-            inputs.query_THK[None],
-            inputs.key_THK[None],
-            inputs.value_TGV[None],
-            g=inputs.decay_TG[None],
-            beta=inputs.beta_TG[None].to(inputs.value_TGV.dtype),
-            initial_state=state_NGKV,
-            output_final_state=wants_states,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=sequences.cu_seqlens,
-        )
-        return output[0].float(), states
-
-    return rule
 
 
 if __name__ == "__main__":

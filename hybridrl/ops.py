@@ -40,6 +40,7 @@ __all__ = [
     "add_up",
     "block_copies",
     "block_maxima",
+    "causal_convolution",
     "compiled_operations",
     "delta_rule_fault",
     "draw_rows",
@@ -159,6 +160,22 @@ def add_up(
             adapters.add_up(y_MN, down_MR, bs, slot_M, slot)
             return
     reference.add_up(y_MN, down_MR, bs, slot_M, slot)
+
+
+def causal_convolution(
+    channels_TC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    before_NPC: torch.Tensor | None,
+) -> torch.Tensor:
+    """Convolves the channels of packed sequences with Triton kernels, and applies SiLU. Arguments
+    and results as in `hybridrl.kernels.convolution.convolve`.
+
+    The reference in PyTorch is models/megatron/delta_rule.py.
+    """
+    from hybridrl.kernels import convolution
+
+    return convolution.convolve(channels_TC, weight_CK, convolution.Spans(*places), before_NPC)
 
 
 def delta_rule_fault(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:

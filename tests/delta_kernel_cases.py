@@ -10,8 +10,16 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from hybridrl import ops
+from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
 from hybridrl.models.megatron.delta_kernels import kernel_rule
-from hybridrl.models.megatron.delta_rule import DeltaInputs, Sequences, delta_rule
+from hybridrl.models.megatron.delta_net import Recurrence
+from hybridrl.models.megatron.delta_rule import (
+    DeltaInputs,
+    Sequences,
+    causal_convolution,
+    delta_rule,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Norm of an error, relative to the norm of the reference: inputs, intermediate values and products
@@ -72,8 +80,43 @@ def case(
     assert all(error < BOUNDS[dtype] for error in errors.values()), f"{what}: {shown}"
 
 
+def convolution_case(kernel: int, channels: int, dtype: torch.dtype) -> None:
+    """Prompts of 2 and 70 tokens, shorter and longer than the kernel, with samples of 1 to 40
+    tokens, and a sample without a prompt.
+    """
+    lengths, prefixes = (2, 1, 4, 70, 40, 33), (-1, 0, 0, -1, 3, -1)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    shared_lengths = tuple(0 if prefix < 0 else lengths[prefix] for prefix in prefixes)
+    positions = torch.zeros(sum(lengths))
+    shared = SharedPrompts(tuple(bounds.tolist()), prefixes, shared_lengths, positions)
+    for given in (shared, None):
+        order = Recurrence(PackedSequences.of(bounds, 70, given), kernel, DEVICE)
+        wide = torch.randn(sum(lengths), channels + 8, device=DEVICE).to(dtype)
+        weight = torch.randn(channels, kernel, device=DEVICE).to(dtype)
+        of_output = torch.randn(sum(lengths), channels, device=DEVICE).to(dtype)
+        found = []
+        for kind in (torch.float64, dtype):
+            own = [one.clone().to(kind).requires_grad_() for one in (wide, weight)]
+            inputs = own[0][:, :channels]  # whose rows do not follow each other in memory
+            if kind == dtype:
+                before = order.places.before(inputs)
+                output = ops.causal_convolution(inputs, own[1], order.places[:3], before)
+            else:
+                rows = torch.nn.functional.pad(inputs, (0, 0, 0, 1))[order.history.index_E]
+                output = causal_convolution(rows, own[1])[order.history.row_T]
+            found.append([output, *torch.autograd.grad(output, own, of_output.to(kind))])
+        errors = [
+            float((own.detach().double() - exact.detach()).norm() / exact.detach().norm())
+            for exact, own in zip(*found, strict=True)
+        ]
+        shown = ", ".join(f"{error:.1e}" for error in errors)
+        print(f"convolution of {channels} channels, {dtype}: {shown}", flush=True)
+        assert all(error < BOUNDS[dtype] for error in errors), shown
+
+
 def main() -> None:
     torch.manual_seed(0)
+    convolution_case(4, 150, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     if DEVICE.type == "cpu":
         case(1, 2, 16, 32, torch.float32, 0.1)
         case(2, 2, 32, 16, torch.float32, 2.0, (1, 70), alike=0.9)

@@ -292,7 +292,7 @@ class ParallelModel:
                 take_weights(chunks, lender.chunks, self.borrowed, device)
             if self.lora is not None:
                 add_adapters(chunks, self.layout(), self.lora)
-            set_rule(chunks, self.delta_rule.rule)
+            set_rule(chunks, self.delta_rule.rule, self.delta_rule.name == "triton")
             return chunks
 
     def _shareable(self, lender: ParallelModel) -> frozenset[str]:

@@ -301,6 +301,7 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
         ours, _ = chosen.gradients()
         ways = {
             "torch": {"layers": "torch"},
+            "torch_rule": {"delta_rule": "torch"},
             "single": {"micro_batch_tokens": LONGEST},
             "selective": {"recompute": "selective"},
             "full": {"recompute": "full"},
@@ -309,6 +310,10 @@ def check_alone(platform: Platform, name: str, folder: Path) -> None:
             "fp8": {"fp8": "hybrid"},  # the last, as it is the least like the others
         }
         has_experts = chosen.model.source.shape.moe is not None
+        if chosen.model.source.shape.mixer is None:
+            del ways["torch_rule"]
+        else:
+            print_once(mesh, f"{name} {chosen.model.delta_rule.said}")
         # FP8 is refused with experts, and with torch's layers.
         if has_experts or chosen.model.layers.kind == "torch":
             del ways["fp8"]

@@ -118,8 +118,9 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
 
 
 def convolved(order: Recurrence, channels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    history = torch.cat((channels, channels.new_zeros(1, channels.size(1))))[order.history_E]
-    return causal_convolution(history, weight)[order.row_T]
+    history = order.history
+    rows = torch.cat((channels, channels.new_zeros(1, channels.size(1))))[history.index_E]
+    return causal_convolution(rows, weight)[history.row_T]
 
 
 def test_samples_continue_the_convolution_of_their_prompt() -> None:
@@ -200,6 +201,24 @@ def in_bf16(
     return output.bfloat16().float(), final
 
 
+def convolved_alone(
+    channels: torch.Tensor,
+    weight: torch.Tensor,
+    places: tuple[torch.Tensor, ...],
+    before: torch.Tensor | None,
+) -> torch.Tensor:
+    """The convolution as its kernels have it, token by token."""
+    outputs = []
+    for t, (number, since) in enumerate(zip(*(one.tolist() for one in places[:2]), strict=True)):
+        own = channels[t - since : t + 1]
+        if before is None:
+            own = torch.nn.functional.pad(own, (0, 0, weight.size(1) - 1, 0))
+        else:
+            own = torch.cat((before[number], own))
+        outputs.append((own[-weight.size(1) :].float() * weight.T.float()).sum(0))
+    return torch.nn.functional.silu(torch.stack(outputs)).to(channels.dtype)
+
+
 def test_the_check_at_the_start_finds_a_wrong_gradient() -> None:
     """The forward pass of the planted fault is right, as on Hopper with Triton 3.6."""
     checked = (SIZES, 1, torch.float32, CPU)
@@ -220,6 +239,7 @@ def test_kernels_are_refused_if_their_gradient_is_wrong(monkeypatch: pytest.Monk
     found = choose_rule("auto", *asked)
     assert found.rule is delta_rule and "triton is not installed" in found.said
     monkeypatch.setattr(ops, "find_spec", lambda name: name)
+    monkeypatch.setattr(ops, "causal_convolution", convolved_alone)
     for rule, reason in (
         (with_wrong_gradient, "the gradient of the decay differs"),
         (without_history, "the kernels failed"),
@@ -234,5 +254,14 @@ def test_kernels_are_refused_if_their_gradient_is_wrong(monkeypatch: pytest.Monk
     delta_kernels._kernel_fault.cache_clear()
     monkeypatch.setattr(delta_kernels, "kernel_rule", in_bf16)
     assert choose_rule("triton", *asked).rule is in_bf16
+    # A convolution that begins without the tokens of a prompt.
+    monkeypatch.setattr(ops, "causal_convolution", lambda *given: convolved_alone(*given[:3], None))
+    delta_kernels._kernel_fault.cache_clear()
+    assert "the kernels failed" in choose_rule("auto", *asked).said
+    monkeypatch.setattr(
+        ops, "causal_convolution", lambda *given: convolved_alone(*given[:3], -given[3])
+    )
+    delta_kernels._kernel_fault.cache_clear()
+    assert "the convolution's output differs" in choose_rule("auto", *asked).said
     assert choose_rule("torch", *asked).rule is delta_rule
     delta_kernels._kernel_fault.cache_clear()

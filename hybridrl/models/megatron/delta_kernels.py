@@ -20,6 +20,7 @@ from hybridrl.models.megatron.delta_rule import (
     DeltaInputs,
     DeltaRule,
     Sequences,
+    causal_convolution,
     delta_rule,
     of_length_1,
 )
@@ -116,7 +117,8 @@ def _kernel_fault(
     if (unsupported := ops.delta_rule_fault(sizes.key_dim, sizes.value_dim, dtype)) is not None:
         return unsupported
     try:
-        return gradient_fault(kernel_rule, sizes, tp, dtype, device)
+        fault = gradient_fault(kernel_rule, sizes, tp, dtype, device)
+        return fault or convolution_fault(sizes, tp, dtype, device)
     # Triton raises many kinds of errors for devices that it does not support.
     except Exception as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
@@ -143,6 +145,49 @@ def gradient_fault(
         error = float((found[name] - reference).norm() / reference.norm())
         if not error <= TOLERANCE:  # also if it is not a number
             return f"{name} differs from torch's by {error:.1%}, more than {TOLERANCE:.0%}"
+    return None
+
+
+def convolution_fault(
+    sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Compares the kernels of the convolution with torch; see `gradient_fault`."""
+    generator, lengths = torch.Generator().manual_seed(1), CHECKED_LENGTHS[:4]
+    channels, num_before = sizes.convolved // tp, sizes.kernel - 1
+    shapes = (
+        (sum(lengths), channels),
+        (channels, sizes.kernel),
+        (len(lengths), num_before, channels),
+    )
+    inputs = [torch.randn(size, generator=generator).to(device, dtype) for size in shapes]
+    weight_TC = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    number_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    since_T = torch.cat([torch.arange(length) for length in lengths])
+    left_T = torch.tensor(lengths)[number_T] - 1 - since_T
+    places = (number_T.int().to(device), since_T.int().to(device), left_T.int().to(device))
+
+    def in_torch(
+        channels_TC: torch.Tensor, weight_CK: torch.Tensor, before_NPC: torch.Tensor
+    ) -> torch.Tensor:
+        parts = zip(before_NPC, channels_TC.split(lengths), strict=True)
+        return torch.cat([causal_convolution(torch.cat(part), weight_CK) for part in parts])
+
+    def in_kernels(
+        channels_TC: torch.Tensor, weight_CK: torch.Tensor, before_NPC: torch.Tensor
+    ) -> torch.Tensor:
+        return ops.causal_convolution(channels_TC, weight_CK, places, before_NPC)
+
+    results = []
+    with torch.enable_grad():
+        for compute in (in_torch, in_kernels):
+            own = [one.clone().requires_grad_() for one in inputs]
+            output = compute(*own)
+            results.append([output, *torch.autograd.grad(output, own, weight_TC.to(output.dtype))])
+    names = ("output", "gradient of the channels", "gradient of the weights", "gradient of prompts")
+    for name, expected, found in zip(names, *results, strict=True):
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if not error <= TOLERANCE:
+            return f"the convolution's {name} differs from torch's by {error:.1%}"
     return None
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from hybridrl import ops
 from hybridrl.models.megatron.attention import (
     ContinuedSequence,
     GatherKeys,
@@ -66,6 +67,95 @@ class Stage:
         self.index_T = torch.cat(parts).to(device)
 
 
+def tokens_before(spans: list[ContinuedSequence], count: int) -> torch.Tensor:
+    """Returns the packed indices of the `count` tokens before each sequence, (N, count); the number
+    of packed tokens stands for a token before the sample.
+    """
+    column, num_tokens = torch.arange(-count, 0), sum(length for *_, length in spans)
+    rows = [
+        torch.where(shared + column >= 0, prefix + shared + column, num_tokens)
+        for prefix, shared, _, _ in spans
+    ]
+    return torch.stack(rows)
+
+
+class History(NamedTuple):
+    """Packed tokens with those before each sequence, for the convolution in torch.
+
+    Args:
+        index_E: For each sequence, the packed indices of the tokens before it, and of its own
+            tokens. The number of packed tokens stands for a token before the sample.
+        readers: For each packed token, and for the one before all samples, its places in `index_E`.
+        row_T: For each packed token, its row in the convolution of `index_E`.
+    """
+
+    index_E: torch.Tensor
+    readers: Readers
+    row_T: torch.Tensor
+
+    @staticmethod
+    def of(spans: list[ContinuedSequence], kernel: int, device: torch.device) -> History:
+        """Lays out sequences for a convolution that reads `kernel` positions."""
+        num_tokens, num_rows = sum(length for *_, length in spans), 0
+        index, row_T = [], torch.empty(num_tokens, dtype=torch.int64)
+        before_NP = tokens_before(spans, kernel - 1)
+        for before_P, (_, _, start, length) in zip(before_NP, spans, strict=True):
+            index += [before_P, torch.arange(start, start + length)]
+            row_T[start : start + length] = torch.arange(num_rows, num_rows + length)
+            num_rows += kernel - 1 + length
+        index_E = torch.cat(index)
+        readers = Readers.of(index_E, num_tokens + 1).to(device)
+        return History(index_E.to(device), readers, row_T.to(device))
+
+
+class Places(NamedTuple):
+    """Places of packed tokens in their sequences, for the convolution's kernels.
+
+    Args:
+        number_T, since_T, left_T: Index of each token's sequence, and its number of tokens before
+            and after the token, int32.
+        before_M: Packed indices of the tokens before the sequences, (N * (kernel - 1),); None if no
+            sequence continues a prompt.
+        is_prompt_M1: Whether these are tokens of a prompt, not before the sample.
+        readers: For each packed token, its places in `before_M`.
+        num_before: Number of tokens before each sequence.
+    """
+
+    number_T: torch.Tensor
+    since_T: torch.Tensor
+    left_T: torch.Tensor
+    before_M: torch.Tensor | None
+    is_prompt_M1: torch.Tensor
+    readers: Readers
+    num_before: int
+
+    @staticmethod
+    def of(spans: list[ContinuedSequence], kernel: int, device: torch.device) -> Places:
+        """Lays out sequences for a convolution that reads `kernel` positions."""
+        num_tokens = sum(length for *_, length in spans)
+        places_3T = torch.empty(3, num_tokens, dtype=torch.int32)
+        for number, (_, _, start, length) in enumerate(spans):
+            own = places_3T[:, start : start + length]
+            own[0], own[1] = number, torch.arange(length)
+            own[2] = torch.arange(length - 1, -1, -1)
+        before_M = tokens_before(spans, kernel - 1).flatten()
+        is_prompt_M, continues = before_M < num_tokens, any(span[1] for span in spans)
+        # The index of a token before the sample is not that of any token; its row becomes zero.
+        readers = Readers.of(before_M, num_tokens).to(device)
+        before_M = before_M.clamp(max=num_tokens - 1).to(device)
+        is_prompt_M1 = is_prompt_M[:, None].to(device)
+        number_T, since_T, left_T = places_3T.to(device)
+        before = before_M if continues else None
+        return Places(number_T, since_T, left_T, before, is_prompt_M1, readers, kernel - 1)
+
+    def before(self, channels_TC: torch.Tensor) -> torch.Tensor | None:
+        """Returns the tokens before each sequence, (N, kernel - 1, C); None if all are zero."""
+        if self.before_M is None:
+            return None
+        rows_MC = GatherKeys.apply(channels_TC, self.before_M, self.readers) * self.is_prompt_M1
+        return rows_MC.unflatten(0, (-1, self.num_before))
+
+
 class Recurrence:
     """Order in which packed sequences are computed, and what each continues; shared by all layers.
 
@@ -80,11 +170,6 @@ class Recurrence:
         prompts_N: For each sequence in `second`, the index of its prompt in `first`.
         readers_P: For each sequence in `first`, the sequences in `second` that continue it.
         place_T: For each packed token, its index in the two stages' concatenated tokens.
-        history_E: For each sequence, the packed indices of the `kernel - 1` tokens before it, and
-            of its own tokens. The number of packed tokens stands for a token before the sample.
-        history_readers: For each packed token, and for the one before all samples, its places in
-            `history_E`.
-        row_T: For each packed token, its row in the convolution of `history_E`.
     """
 
     def __init__(self, packed: PackedSequences, kernel: int, device: torch.device) -> None:
@@ -108,23 +193,17 @@ class Recurrence:
             self.readers_P = Readers.of(prompts, len(alone)).to(device)
             self.prompts_N = prompts.to(device)
         self.place_T = torch.cat(order).argsort()
-        self._lay_out_history(spans, kernel, device)
+        self._spans, self._kernel, self._device = spans, kernel, device
 
-    def _lay_out_history(
-        self, spans: list[ContinuedSequence], kernel: int, device: torch.device
-    ) -> None:
-        before, num_tokens = kernel - 1, sum(length for *_, length in spans)
-        history, row_T = [], torch.empty(num_tokens, dtype=torch.int64)
-        column, num_rows = torch.arange(-before, 0), 0
-        for prefix, shared, start, length in spans:
-            is_in_prompt = shared + column >= 0
-            history.append(torch.where(is_in_prompt, prefix + shared + column, num_tokens))
-            history.append(torch.arange(start, start + length))
-            row_T[start : start + length] = torch.arange(num_rows, num_rows + length)
-            num_rows += before + length
-        history_E = torch.cat(history)
-        self.history_readers = Readers.of(history_E, num_tokens + 1).to(device)
-        self.history_E, self.row_T = history_E.to(device), row_T.to(device)
+    @cached_property
+    def history(self) -> History:
+        """Inputs of the convolution in torch."""
+        return History.of(self._spans, self._kernel, self._device)
+
+    @cached_property
+    def places(self) -> Places:
+        """Inputs of the convolution's kernels."""
+        return Places.of(self._spans, self._kernel, self._device)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -137,7 +216,8 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: Process groups.
 
     Attributes:
-        rule: Implementation of the recurrence; delta_kernels.py sets faster ones.
+        rule: Implementation of the recurrence; delta_kernels.py selects it.
+        has_kernels: Whether kernels compute the convolution.
     """
 
     takes_shared_prompts = True
@@ -155,6 +235,7 @@ class GatedDeltaNet(MegatronModule):
             raise ValueError("a gated delta net cannot be split by context parallelism")
         self.sizes = sizes
         self.rule: DeltaRule = delta_rule
+        self.has_kernels = False
         self.group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups()).tp
         tp, hidden = self.group.size(), config.hidden_size
         self.value_heads, self.keys = sizes.value_heads // tp, sizes.keys // tp
@@ -242,10 +323,16 @@ class GatedDeltaNet(MegatronModule):
 
     def _convolved(self, channels_TC: torch.Tensor, order: Recurrence) -> torch.Tensor:
         """Returns the convolved queries, keys and values, (T, C) in the model's data type."""
+        weight_CK = self.conv_weight[:, 0]
+        if self.has_kernels:
+            places = order.places
+            before_NPC = places.before(channels_TC)
+            return ops.causal_convolution(channels_TC, weight_CK, places[:3], before_NPC)
+        history = order.history
         with_zero = F.pad(channels_TC, (0, 0, 0, 1))
-        history_EC = GatherKeys.apply(with_zero, order.history_E, order.history_readers)
-        convolved = causal_convolution(history_EC, self.conv_weight[:, 0])
-        return convolved.index_select(0, order.row_T).to(channels_TC.dtype)
+        history_EC = GatherKeys.apply(with_zero, history.index_E, history.readers)
+        convolved = causal_convolution(history_EC, weight_CK)
+        return convolved.index_select(0, history.row_T).to(channels_TC.dtype)
 
     def _recurred(
         self,
@@ -339,12 +426,18 @@ def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
     return counts
 
 
-def set_rule(chunks: Iterable[torch.nn.Module], rule: DeltaRule) -> None:
-    """Sets the implementation of the recurrence in all gated delta nets of a model."""
+def set_rule(chunks: Iterable[torch.nn.Module], rule: DeltaRule, has_kernels: bool) -> None:
+    """Sets the implementation of all gated delta nets of a model.
+
+    Args:
+        chunks: Chunks of the model.
+        rule: Implementation of the recurrence.
+        has_kernels: Whether kernels compute the convolution.
+    """
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, GatedDeltaNet):
-                part.rule = rule
+                part.rule, part.has_kernels = rule, has_kernels
 
 
 class GatedAttention(SelfAttention):

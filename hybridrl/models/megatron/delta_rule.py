@@ -282,9 +282,9 @@ def causal_convolution(channels_EC: torch.Tensor, weight_CK: torch.Tensor) -> to
     Returns:
         (E - K + 1, C) fp32, for the tokens from index K - 1.
     """
-    wide_EC, kernel = channels_EC.float(), weight_CK.size(1)
+    wide_EC, kernel = at_least_fp32(channels_EC), weight_CK.size(1)
     count = wide_EC.size(0) - kernel + 1
-    total = wide_EC[:count] * weight_CK[:, 0].float()
+    total = wide_EC[:count] * weight_CK[:, 0].to(wide_EC)
     for offset in range(1, kernel):
-        total = total + wide_EC[offset : offset + count] * weight_CK[:, offset].float()
+        total = total + wide_EC[offset : offset + count] * weight_CK[:, offset].to(wide_EC)
     return F.silu(total)
