@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Cost of a step in which requests begin, without the cost of each prompt, in other steps.
-# benchmarks/results/agents_h200.json: 11.6 ms for 0.5B parameters, at 3.3 ms for other steps.
+# Cost of a step in which requests begin, without the cost of each request, in other steps: 3.5 to
+# 4.5 with 0.5B parameters on an H200 (benchmarks/results/agents_h200.json).
 COST_OF_BEGIN = 3.5
 FIRST_LENGTH = 128.0  # assumed number of tokens in a turn until one has finished
 MAX_AVERAGED = 256  # number of turns over which the mean length is taken
