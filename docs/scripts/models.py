@@ -97,7 +97,15 @@ RAN = {
     "glm4": Ran(SHORT, BOTH),
     "gemma2": Ran(SHORT, VLLM),
     "gemma3_text": Ran(SHORT, VLLM),
-    "gpt_oss": Ran(("TP2", "PP2", "EP4", "CP2 EP2", "TP2 EP2", "TP2 PP2 VPP2 EP2"), VLLM),
+    "gpt_oss": Ran(
+        ("TP2", "PP2", "EP4", "CP2 EP2", "TP2 EP2", "TP2 PP2 VPP2 EP2"),
+        VLLM,
+        OnGpus(
+            "GPT-OSS-20B: GRPO steps of 3 of its 24 layers",
+            f"{RESULTS}/gpt_oss_replay_h200.json",
+            "gpt-oss-20b",
+        ),
+    ),
     "mixtral": Ran((*EXPERTS, "TP4 EP2 ETP2"), BOTH),
 }
 HEAD = f"""{TITLE}
