@@ -28,9 +28,14 @@ def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Use
     """Yields the reasons why engine and trainer cannot compute the same bits on GPUs, in addition
     to `numerics_rules`. Yielded by the caller that knows the host.
 
+    The first reason, which always applies, can go when a whole run on a GPU has no difference. The
+    others are limits of single operations.
+
     Args:
         shape: The policy's config.json, or empty.
     """
+    allowed = "close on GPUs, where whole runs still differ (docs/concepts/agreement.md)"
+    yield UserError(KEY, "exact", allowed, CLOSE)
     engine = config.rollout.engine
     if ENGINES[engine].exact_kernels is None:
         able = " or ".join(name for name in offered_engines() if ENGINES[name].exact_kernels)

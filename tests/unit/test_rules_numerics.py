@@ -86,7 +86,7 @@ def test_a_plan_for_gpus_refuses_what_is_not_compared_there() -> None:
     model = f"model.init={QUICKSTART / 'model'}"
     _, violations = plan_report(config("rollout.engine=vllm", model), 1)
     said = [str(one) for one in violations if one.name == "numerics.match"]
-    assert len(said) == 1 and "heads of size" in said[0]
+    assert len(said) == 2 and "whole runs" in said[0] and "heads of size" in said[1]
 
 
 QWEN2 = {
@@ -119,6 +119,7 @@ def test_exact_mode_on_gpus_is_refused_by_name(
     given = QWEN2 | changes
     if changes.get("model_type") == "mistral":
         del given["use_sliding_window"]
-    found = list(gpu_numerics_rules(config("rollout.engine=vllm", *overrides), given))
+    always, *found = gpu_numerics_rules(config("rollout.engine=vllm", *overrides), given)
+    assert always.name == "numerics.match" and "whole runs still differ" in str(always)
     assert [error.name for error in found] == ([name] if name else [])
     assert not found or text in str(found[0])
