@@ -154,6 +154,10 @@ class CheckpointError(UserError):
     """
 
 
+class OtherModelError(CheckpointError):
+    """A checkpoint that is complete, but whose model has other tensors than the run's model."""
+
+
 class ModelError(UserError):
     """A model configuration or weight that no known model family supports."""
 

@@ -36,7 +36,7 @@ from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.sharded_files import INDEX, ShardedReader, first_failure
 from hybridrl.checkpoint.torch_dist_format import COMMON_FILE, FORMAT_FILE
 from hybridrl.config.files import parse_json
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, OtherModelError
 from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.parallel.groups import World
@@ -83,6 +83,11 @@ class Saved(Protocol):
     @property
     def passed_over(self) -> BaseReference | None:
         """Model with tensors that training passes over; None if there are none."""
+        ...
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether the layer for multi-token prediction is part of the model."""
         ...
 
 
@@ -167,8 +172,8 @@ def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]
     return found
 
 
-def _other_model(part: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
+def _other_model(part: Path, error: BaseException) -> OtherModelError:
+    return OtherModelError(
         str(part),
         str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
         "a checkpoint with this model's shapes",

@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.checkpoint.folders import Checkpoint, SavedState, find_checkpoint, with_remedy
 from hybridrl.checkpoint.manifest import MANIFEST, read_manifest
 from hybridrl.checkpoint.run_lock import Notify
-from hybridrl.errors import CheckpointError
+from hybridrl.errors import CheckpointError, OtherModelError
 from hybridrl.parallel.groups import Agreement, World
 
 # How long a rank waits for a folder that rank 0 sees: shared file systems keep listings for a while
@@ -93,7 +93,8 @@ def damage_is_told(
 ) -> Iterator[Agreement]:
     """Raises, for a block that reads a checkpoint, the same error on all ranks.
 
-    It names the newest undamaged checkpoint in the folder. The block must not contain collectives,
+    It names the newest undamaged checkpoint in the folder, unless the checkpoint is undamaged and
+    belongs to another model. The block must not contain collectives,
     unless one that fails on one rank ends on all.
 
     Args:
@@ -109,7 +110,10 @@ def damage_is_told(
     errors = [one for one in agreement.values if isinstance(one, CheckpointError)]
     if not errors:
         return
+    damages = [one for one in errors if not isinstance(one, OtherModelError)]
+    if not damages:
+        raise errors[0]
     with world.all_agree("finding another checkpoint") as other:
         if world.rank == 0:
-            other.value = with_remedy(errors[0], folder, notify)
+            other.value = with_remedy(damages[0], folder, notify)
     raise other.values[0]

@@ -322,8 +322,8 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: The checkpoint is damaged, contains only weights, or was saved from a
-                model with different shapes, adapters or base weights; or ranks see different
-                checkpoints.
+                model with different shapes, adapters or base weights, or with or without an MTP
+                layer unlike this run; or ranks see different checkpoints.
         """
         self.finish()
         checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
@@ -341,10 +341,12 @@ class CheckpointStore:
                 f"a checkpoint of {', '.join(models)}",
                 "Check that the same algorithm saved it.",
             )
-        with self.world.all_agree("comparing the adapters"):
+        with self.world.all_agree("comparing the models"):
             for model in models.values():
                 check_adapters(state.lora, model.lora, model.base, checkpoint.folder)
                 check_passed_over(state.passed_over, model.passed_over, checkpoint.folder)
+            if "policy" in models:
+                _check_mtp(state.trains_mtp, models["policy"].trains_mtp, checkpoint.folder)
         for name, model in models.items():
             if set(model.frozen_parts) != set(state.freeze):
                 raise CheckpointError(
@@ -387,6 +389,25 @@ class CheckpointStore:
         # Format 1 stores no lineage. Assume that it consists of all checkpoints with fewer steps.
         steps = sorted(step_folders(self.root), reverse=True)
         return [*lineage, *(Ancestor(step=s, order=0) for s in steps if own and s < own.step)]
+
+
+def _check_mtp(saved: bool, current: bool, folder: Path) -> None:
+    """Checks that the MTP layer is trained by a run if, and only if, its checkpoint contains it.
+
+    Raises:
+        CheckpointError: Only one of them trains the layer. Without it, the run would discard what
+            the layer has learned, because exports would contain the layer of `model.path`.
+    """
+    if saved == current:
+        return
+    trained, other = "above 0, with a trained MTP layer", "0, without an MTP layer"
+    raise CheckpointError(
+        f"train.mtp_coef of {folder}",
+        trained if saved else other,
+        f"{other if saved else trained}, as in this run's configuration",
+        f"Set train.mtp_coef {'to a number above 0' if saved else 'to 0'}; or convert the "
+        "checkpoint with `hybridrl convert --to hf` and start from the result with model.path.",
+    )
 
 
 def _has_ended(thread: threading.Thread) -> bool:

@@ -618,6 +618,11 @@ class ParallelModel:
         return self.source.passed_over
 
     @property
+    def trains_mtp(self) -> bool:
+        """Whether the layer for multi-token prediction is part of the model."""
+        return self.shape.has_mtp
+
+    @property
     def trained_family(self) -> Family:
         """Family of the model, with a weight table that contains only the trained parameters."""
         return trained_family(self.source.family, self.shape, self.frozen_parts, self.head)

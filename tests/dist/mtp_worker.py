@@ -1,7 +1,7 @@
 """One rank of the test of multi-token prediction: gradients of a layout, in HF coordinates.
 
 mtp_worker.py reference FOLDER             one process; checked against transformers' modules
-mtp_worker.py compare FOLDER LAYOUT...     each is "tp,pp"
+mtp_worker.py compare FOLDER LAYOUT...     each is "tp,pp,vpp"
 
 The policy's gradients must be those of a model without the layer. The layer's own gradients are
 compared with those of a layer of transformers that reads the model's hidden states and embeddings.
@@ -13,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from parity_worker import (
@@ -27,8 +28,12 @@ from tiny_models import LONGEST, tiny_model
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
+from hybridrl.checkpoint.folders import Checkpoint
+from hybridrl.checkpoint.model_state import load_model
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
+from hybridrl.errors import CheckpointError
 from hybridrl.loop.exports import export_model
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
@@ -146,10 +151,24 @@ def check_export(model: ParallelModel, folder: Path) -> None:
     assert sorted(changed) == sorted(before), sorted(set(before) - set(changed))
 
 
+def check_resume(model: ParallelModel, other: ParallelModel, folder: Path) -> None:
+    """A run with the layer does not go on from a checkpoint without it, or the other way round."""
+    for name, saved, loading in (("with", model, other), ("without", other, model)):
+        store = CheckpointStore(folder / name, model.world, 1)
+        state = {"step": 1, "prompts": {"fingerprint": "x"}, "num_updates": {"policy": 1}}
+        store.save(1, {"policy": saved}, state, saved.source.files, waits=True)
+        with pytest.raises(CheckpointError, match=r"train\.mtp_coef of .*step_1"):
+            store.load(folder / name / "step_1", {"policy": loading})
+    # A checkpoint of another model is not reported as damaged.
+    checkpoint = Checkpoint.open(folder / "without" / "step_1")
+    with pytest.raises(CheckpointError) as caught:
+        load_model(checkpoint, "policy", model, model.world)
+    assert "this model's shapes" in str(caught.value) and "damaged" not in str(caught.value)
+
+
 def reference(folder: Path) -> None:
     save_model(folder)
-    _, plain = run(folder, TrainLayout(1), 0.0)
-    parallel_state.destroy_model_parallel()
+    other, plain = run(folder, TrainLayout(1), 0.0)
     model, found = run(folder, TrainLayout(1), COEFFICIENT)
     for name, (gradient, _) in plain.items():
         assert torch.equal(gradient, found[name][0]), f"{name} is changed by the layer's loss"
@@ -162,6 +181,7 @@ def reference(folder: Path) -> None:
     assert abs(model.mtp_loss()["mtp/loss"] - loss) < 1e-5
     save_file({name: one for name, (one, _) in found.items()}, folder / "gradients.safetensors")
     check_export(model, folder)
+    check_resume(model, other, folder)
 
 
 def main() -> None:
@@ -173,9 +193,9 @@ def main() -> None:
     if mode == "reference":
         reference(folder)
     for text in sys.argv[3:]:
-        tp, pp = map(int, text.split(","))
+        tp, pp, vpp = map(int, text.split(","))
         stored = load_file(folder / "gradients.safetensors")
-        model, found = run(folder, TrainLayout(size, tp, pp), COEFFICIENT)
+        model, found = run(folder, TrainLayout(size, tp, pp, vpp=vpp), COEFFICIENT)
         largest, covered = max(float(one.abs().max()) for one in stored.values()), set()
         for name, (gradient, held) in found.items():
             error = float(((gradient - stored[name]).abs() * held).max()) / largest

@@ -259,7 +259,7 @@ def build_chunks(
             )
         if has_mtp and keywords["post_process"]:
             dense, _, final_norm = spec
-            chunks[-1].predictor = NextTokenLayer(config, dense, final_norm)
+            chunks[-1].predictor = NextTokenLayer(config, dense, final_norm, vp_stage)
         if family_keywords.get("position_embedding_type") == "mrope":
             # Angles cover the whole micro-batch; packed attention selects this rank's part.
             chunks[-1].rotary_pos_emb.cp_group = None  # type: ignore[union-attr]  # Megatron's

@@ -33,6 +33,7 @@ class NextTokenLayer(MegatronModule):
         config: Megatron's configuration.
         layer: Spec of a dense layer with attention.
         norm: Class of the norms.
+        vp_stage: Model chunk of this rank that contains the layer; None without virtual stages.
 
     Attributes:
         coefficient: Coefficient of the loss.
@@ -42,7 +43,13 @@ class NextTokenLayer(MegatronModule):
             number of these targets, (2,) fp32; None if there were none.
     """
 
-    def __init__(self, config: TransformerConfig, layer: ModuleSpec, norm: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: ModuleSpec,
+        norm: Any,
+        vp_stage: int | None = None,
+    ) -> None:
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.group: dist.ProcessGroup = groups.tp
@@ -58,7 +65,7 @@ class NextTokenLayer(MegatronModule):
         )
         # Each rank computes its own positions, so Megatron must sum the gradients over the ranks.
         self.fc.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.layer = build_module(layer, config=config, pg_collection=groups)
+        self.layer = build_module(layer, config=config, pg_collection=groups, vp_stage=vp_stage)
 
     def clear(self) -> None:
         """Resets the loss."""
