@@ -200,9 +200,10 @@ class _Pass:
     def blocks(self) -> dict[str, int]:
         return {"BLOCK_K": min(BLOCK, self.key_dim), "BLOCK_V": min(BLOCK, self.value_dim)}
 
-    def state_grid(self) -> tuple[int, int]:
-        block = STATE_BLOCK[self.key_dim]
-        return triton.cdiv(self.value_dim, block), self.num_sequences * self.groups
+    def state_grid(self) -> tuple[int]:
+        """Returns a grid of one axis, because the others are limited to 65,535 programs."""
+        num_blocks: int = triton.cdiv(self.value_dim, STATE_BLOCK[self.key_dim])
+        return (num_blocks * self.num_sequences * self.groups,)
 
     def outputs(self) -> torch.Tensor:
         """Returns the outputs."""
@@ -482,6 +483,14 @@ def _changes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _place_of_state(G: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the sequence, head and block of values of a program of `state_grid`."""
+    num_blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row = tl.program_id(0) // num_blocks
+    return row // G, row % G, tl.program_id(0) % num_blocks
+
+
+@triton.jit
 def _states(  # type: ignore[no-untyped-def]
     key_ptr,
     keys_ptr,
@@ -503,10 +512,10 @@ def _states(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):
     """Passes the state of a sequence, head and block of values from chunk to chunk."""
-    n, g = tl.program_id(1) // G, tl.program_id(1) % G
+    n, g, block = _place_of_state(G, V, BLOCK_V)
     first, last = tl.load(first_ptr + n), tl.load(first_ptr + n + 1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, K)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = v < V
     in_state = k[:, None] * V + v[None, :]
     of_sequence = (n * G + g).to(tl.int64) * K * V + in_state
@@ -635,10 +644,10 @@ def _of_states(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):
     """Passes the gradient of the state back from chunk to chunk, and completes that of v'."""
-    n, g = tl.program_id(1) // G, tl.program_id(1) % G
+    n, g, block = _place_of_state(G, V, BLOCK_V)
     first, last = tl.load(first_ptr + n), tl.load(first_ptr + n + 1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, K)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = v < V
     in_state = k[:, None] * V + v[None, :]
     of_sequence = (n * G + g).to(tl.int64) * K * V + in_state

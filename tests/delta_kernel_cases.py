@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hybridrl import ops
+from hybridrl.kernels import delta_rule as kernels
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
 from hybridrl.models.megatron.delta_kernels import kernel_rule
 from hybridrl.models.megatron.delta_net import Recurrence
@@ -114,8 +116,17 @@ def convolution_case(kernel: int, channels: int, dtype: torch.dtype) -> None:
         assert all(error < BOUNDS[dtype] for error in errors), shown
 
 
+def grid_case() -> None:
+    """More sequences and heads than CUDA allows on the second and third axis of a grid."""
+    many = SimpleNamespace(num_sequences=2000, groups=48, key_dim=128, value_dim=128)
+    grid = kernels._Pass.state_grid(many)  # type: ignore[arg-type]
+    assert max(grid[1:], default=1) <= 65_535, grid
+    assert grid[0] < 2**31, grid
+
+
 def main() -> None:
     torch.manual_seed(0)
+    grid_case()
     convolution_case(4, 150, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     if DEVICE.type == "cpu":
         case(1, 2, 16, 32, torch.float32, 0.1)
@@ -127,6 +138,7 @@ def main() -> None:
         case(4, 4, 128, 128, torch.bfloat16, 0.05, (300, 7), alike=0.9)
         case(4, 8, 128, 128, torch.float16, 0.1, has_states=False)
         case(2, 4, 64, 64, torch.bfloat16, 0.1)
+        case(16, 48, 16, 16, torch.bfloat16, 0.1, (1,) * 1400)  # one grid of 67,200 programs
         if "--all-sizes" in sys.argv:
             for size in (16, 32, 64, 256):
                 case(2, 4, size, 128, torch.bfloat16, 0.1)
