@@ -85,7 +85,7 @@ def measure(text: str, device: torch.device) -> dict[str, Any]:
         tuple(bounds), tuple(prompts), tuple(continued), torch.zeros(1, device=device)
     )
     sequences = bounds, prompts, continued
-    calls = TwoCalls.of(*sequences, device, least_prompt=0)
+    calls = TwoCalls.of(*sequences, device, least_shared=0)
     assert calls is not None
     generator = torch.Generator(device).manual_seed(0)
     query, key, value, grad = (

@@ -3,8 +3,8 @@ torch.
 
 Without training, MTP layers are only copied from the model's directory to exports
 (hf/passed_over.py). With `train.mtp_coef`, the table of the policy contains them
-(`ModelShape.has_mtp`), and checkpoints,
-optimizer states and exports follow. Engines and other models never contain them.
+(`ModelShape.has_mtp`), and checkpoints, optimizer states and exports follow. Engines and other
+models never contain them.
 """
 
 from __future__ import annotations

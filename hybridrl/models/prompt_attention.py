@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from hybridrl.models.family import ModelShape
 
-# Keys are read in place if the mean prompt of a micro-batch's samples is at least this long. A
-# layer with 12 heads then takes as long or less (benchmarks/results/prefix_attention_h200.json);
-# for shorter prompts, the second call and the merge cost more than copies.
-LEAST_PROMPT = 4096
+# Keys are read in place if the samples of a micro-batch share at least so many tokens each, on
+# average: all tokens of a prompt of 4,096 but the last, from which each sample predicts its own
+# next token. A layer with 12 heads then takes as long or less
+# (benchmarks/results/prefix_attention_h200.json); for shorter prompts, the second call and the
+# merge cost more than copies.
+LEAST_SHARED = 4096 - 1
 
 
 def reads_in_place(shape: ModelShape, cp: int) -> bool:

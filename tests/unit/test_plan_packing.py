@@ -99,6 +99,7 @@ def trained_sizes(
         (16384, 1024, 32768, TrainLayout(2, 2), ()),  # one long sample in each
         (16384, 1024, 32768, TrainLayout(2, cp=2), ()),
         (16384, 1024, 40000, TrainLayout(2, 2), ()),  # samples of one prompt meet again
+        (4095, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8",)),
         (4096, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8",)),
         (4096, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8", *TORCH)),
         (256, 512, 16384, TrainLayout(4, 2), ("steps.updates_per_step=2",)),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hybridrl.models.prompt_attention import LEAST_PROMPT
+from hybridrl.models.prompt_attention import LEAST_SHARED
 
 # Packed sequences of the check at the start, and for each, the sequence that it continues or -1.
 CHECKED_LENGTHS = (70, 1, 65, 130, 40, 200, 90, 3, 17)
@@ -108,7 +108,7 @@ class TwoCalls:
         prefix_sequences: Sequence[int],
         prefix_lengths: Sequence[int],
         device: torch.device,
-        least_prompt: int = LEAST_PROMPT,
+        least_shared: int = LEAST_SHARED,
     ) -> TwoCalls | None:
         """Returns the calls for packed sequences, or None if one call with copies must be used.
 
@@ -118,7 +118,7 @@ class TwoCalls:
         Args:
             cu_seqlens, prefix_sequences, prefix_lengths: See attention.py, SharedPrompts.
             device: Device of the model.
-            least_prompt: Least mean length of the prompts that sequences continue.
+            least_shared: Least mean number of prompt tokens that sequences continue.
         """
         spans = list(pairwise(cu_seqlens))
         groups: list[tuple[int, int, int]] = []  # prompt, start and end of its samples
@@ -139,7 +139,7 @@ class TwoCalls:
                 groups.append((prompt, own_start, own_end))
             else:
                 return None
-        if not groups or mean(lengths) < least_prompt:
+        if not groups or mean(lengths) < least_shared:
             return None
         whole = [(start, end - start) for start, end in spans if end > start]
         starts, sizes = (tuple(column) for column in zip(*whole, strict=True))
@@ -407,7 +407,7 @@ def gradient_fault(
     generator = torch.Generator().manual_seed(0)
     bounds = [0, *accumulate(CHECKED_LENGTHS)]
     continued = [0 if p < 0 else CHECKED_LENGTHS[p] for p in CHECKED_PROMPTS]
-    calls = TwoCalls.of(bounds, CHECKED_PROMPTS, continued, device, least_prompt=0)
+    calls = TwoCalls.of(bounds, CHECKED_PROMPTS, continued, device, least_shared=0)
     assert calls is not None
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     query, key, value, grad = (

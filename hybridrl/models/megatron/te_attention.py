@@ -73,6 +73,9 @@ def transformer_engine_attention() -> type:
 
     return Attention
 
+# micro_batch_sizes.py counts no copies of such prompts; the check needs a GPU, plans do not.
+MORE_MEMORY = "With prompts of 4,096 tokens or more, training needs more memory than planned."
+
 
 @dataclass(frozen=True)
 class ChosenCalls:
@@ -101,7 +104,8 @@ def choose_calls(shape: ModelShape, tp: int, cp: int, device: torch.device) -> C
     fault = _cudnn_fault(*sizes, device)
     if fault is None:
         return ChosenCalls(True)
-    return ChosenCalls(False, f"shared prompts: keys are copied for each sample, since {fault}")
+    said = f"shared prompts: keys are copied for each sample, since {fault}."
+    return ChosenCalls(False, f"{said} {MORE_MEMORY}")
 
 
 @lru_cache(8)  # the models of a run have the same attention

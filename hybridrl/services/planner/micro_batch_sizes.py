@@ -13,7 +13,7 @@ from math import ceil, inf
 from hybridrl.config.schema import Config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
-from hybridrl.models.prompt_attention import LEAST_PROMPT, reads_in_place
+from hybridrl.models.prompt_attention import LEAST_SHARED, reads_in_place
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.image_costs import image_tokens
 from hybridrl.training.batches.balance import schedule
@@ -180,9 +180,12 @@ def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBat
 
 
 def _longest_copied(config: Config, shape: ModelShape, cp: int) -> float:
-    """Returns the length of the longest prompt that an update copies the keys of."""
+    """Returns how many tokens of a prompt samples may share for an update to copy their keys.
+
+    On GPUs, the check at the start may still choose copies (te_attention.py:choose_calls).
+    """
     is_in_place = config.train.layers != "torch" and reads_in_place(shape, cp)
-    return LEAST_PROMPT - 1 if is_in_place else inf
+    return LEAST_SHARED - 1 if is_in_place else inf
 
 
 def _most_copied_rows(
