@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from hybridrl import ops
 from hybridrl.kernels import delta_rule as kernels
+
+from hybridrl import ops
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
 from hybridrl.models.megatron.delta_kernels import kernel_rule
 from hybridrl.models.megatron.delta_net import Recurrence
