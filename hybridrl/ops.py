@@ -46,9 +46,7 @@ __all__ = [
     "draw_rows",
     "fp8_product",
     "fp8_product_fits",
-    "fp8_widened",
     "gated_delta_rule",
-    "has_fp8_product",
     "has_copy_engine",
     "invariant_add_rms_norm",
     "invariant_attention",
@@ -432,24 +430,14 @@ def quantized_copies(
     return reference.QuantizedCopies(pairs, device, programs, block)
 
 
-def has_fp8_product(weight_NK: torch.Tensor) -> bool:
-    """Whether `fp8_product` was measured for a weight of these sizes, with any number of tokens."""
-    if weight_NK.is_cuda:
-        from hybridrl.kernels import fp8_linear
-
-        sizes = tuple(weight_NK.shape)
-        return any((outputs, inputs) == sizes for _, outputs, inputs in fp8_linear.TILINGS)
-    return True
-
-
-def fp8_product_fits(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+def fp8_product_fits(num_tokens: int, weight_NK: torch.Tensor) -> bool:
     """Whether `fp8_product` was measured for so many tokens and a weight of these sizes. Its kernel
     is made for few tokens.
     """
-    if x_MK.is_cuda:
+    if weight_NK.is_cuda:
         from hybridrl.kernels import fp8_linear
 
-        return fp8_linear.is_measured(x_MK.size(0), *weight_NK.shape)
+        return fp8_linear.is_measured(num_tokens, *weight_NK.shape)
     return True
 
 
@@ -473,17 +461,6 @@ def fp8_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, scales: torch.Tenso
 
         return fp8_linear.product(x_MK, weight_NK, scales)
     return reference.fp8_product(x_MK, weight_NK, scales)
-
-
-def fp8_widened(weight_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns FP8 weights times the scales of their blocks, bf16; exact. Arguments as in
-    `reference.fp8_product`.
-    """
-    if weight_NK.is_cuda:
-        from hybridrl.kernels import fp8_linear
-
-        return fp8_linear.widened(weight_NK, scales)
-    return reference.fp8_widened(weight_NK, scales).to(torch.bfloat16)
 
 
 def has_copy_engine(device: torch.device) -> bool:

@@ -28,7 +28,6 @@ MAX_TOKENS = 128
 MIN_TOKENS_BLOCK = 16  # of a tensor core's product
 MAX_SUMS = 2 * 2 * 128 * MAX_TOKENS  # stored sums per multiprocessor
 MAX_TILES = 1 << 16
-WIDENED_ROWS = 64  # of a block; 64 elements per thread
 ALIGNED = 16  # bytes, of addresses and rows that the memory accelerator copies
 BIAS = tl.constexpr(2.0**120)  # exponents are stored plus 127 in bf16, and plus 7 in FP8
 
@@ -106,25 +105,6 @@ def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, scales: torch.Tensor) -
     tiling = choose(x_MK.size(0), *weight_NK.shape)
     launch(x_MK, weight_NK, scales, y_MN, workspace(x_MK.device), tiling)
     return y_MN
-
-
-def widened(weight_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Returns W, (N, K) bf16, for products with many tokens, which arithmetic limits. Ideal: reads
-    one byte and writes two bytes per weight.
-    """
-    outputs, inputs = weight_NK.shape
-    wide = torch.empty_like(weight_NK, dtype=torch.bfloat16)
-    _widen_blocks[(outputs // WIDENED_ROWS, inputs // BLOCK)](
-        weight_NK.view(torch.uint8),
-        scales,
-        wide,
-        inputs,
-        ROWS=WIDENED_ROWS,
-        BLOCK=BLOCK,
-        IS_NATIVE=weight_NK.is_cuda,
-        num_warps=4,
-    )
-    return wide
 
 
 @cache
@@ -265,30 +245,6 @@ def _product(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
         _finish(tail, places, inner, is_token, sums_ptr, count_ptr, blocks, units, BM, BN)
     if (begin % blocks != 0) & (tail > head):
         _finish(head, places, inner, is_token, sums_ptr, count_ptr, blocks, units, BM, BN)
-
-
-@triton.jit
-def _widen_blocks(  # type: ignore[no-untyped-def]
-    w_ptr,
-    scale_ptr,
-    wide_ptr,
-    K,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_NATIVE: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = row[:, None].to(tl.int64) * K + column[None, :]
-    codes = tl.load(w_ptr + place)
-    scale_row = tl.program_id(0) * ROWS // BLOCK
-    scale = tl.load(scale_ptr + scale_row * (K // BLOCK) + tl.program_id(1))
-    factor = tl.full((ROWS, BLOCK), BIAS, tl.float32) * scale
-    if IS_NATIVE:
-        wide = _widen(codes, factor.to(tl.bfloat16))
-    else:
-        wide = _widen_plainly(codes, factor).to(tl.bfloat16)
-    tl.store(wide_ptr + place, wide)
 
 
 @triton.jit

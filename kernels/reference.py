@@ -401,14 +401,9 @@ def fp8_product(
         scales: Powers of two, fp32, one for each block of weights.
         block: Rows and columns of a block.
     """
-    return (x_MK.float() @ fp8_widened(weight_NK, scales, block).T).to(x_MK.dtype)
-
-
-def fp8_widened(weight_NK: torch.Tensor, scales: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """Returns FP8 weights times the scales of their blocks, fp32. Arguments as in `fp8_product`."""
     outputs, inputs = weight_NK.shape
     wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:outputs, :inputs]
-    return weight_NK.float() * wide
+    return (x_MK.float() @ (weight_NK.float() * wide).T).to(x_MK.dtype)
 
 
 class QuantizedCopies:

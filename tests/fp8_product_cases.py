@@ -47,15 +47,6 @@ def case(tokens: int, outputs: int, inputs: int, tiling: Tiling) -> None:
     assert torch.equal(*found)
 
 
-def widened_case() -> None:
-    """Weights become bf16 without rounding."""
-    weight = every_code(256, 384)
-    scales = torch.ldexp(torch.ones(2, 3), torch.tensor([[-100, -9, -1], [0, 2, 7]])).to(DEVICE)
-    wide = fp8_linear.widened(weight, scales)
-    exact = weight.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    assert wide.dtype == torch.bfloat16 and torch.equal(wide.double(), exact)
-
-
 def chosen_case(tokens: int, outputs: int, inputs: int) -> None:
     """The tiling that the table chooses, for rows that must be copied first."""
     x = torch.randn(tokens, inputs + 3, device=DEVICE).bfloat16()[:, 1 : inputs + 1]
@@ -82,7 +73,6 @@ def main() -> None:
         case(*one)
     for num_tokens in (2, 70):
         chosen_case(num_tokens, 384, 256)
-    widened_case()
     refusals()
     print(f"{len(CASES)} cases of products with FP8 weights on {DEVICE}")
 

@@ -2,7 +2,7 @@
 
 fp8_engine.py MODEL.json [--quantization fp8|none] [--layers N] [--backend NAME] [--eager]
               [--against-transformers] [--decode PROMPT:NEW:REQUESTS ...] [--kv-cache fp8]
-              [--own-kernels] [--widen-from TOKENS] [--turns FOLDER COUNT]
+              [--own-kernels] [--turns FOLDER COUNT]
 
 Checks that the engine's live parameters equal the quantized HF tensors, after each of two updates,
 and that its log-probabilities are near those of transformers with the same dequantized weights.
@@ -41,7 +41,6 @@ from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
-from hybridrl.rollout.common import fp8_op
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.vllm import adapter as vllm_adapter
@@ -73,7 +72,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against-transformers", action="store_true")
     parser.add_argument("--own-kernels", action="store_true", help="vLLM's product for few tokens")
     parser.add_argument("--table", type=Path, help="tilings that bench_fp8_linear.py found")
-    parser.add_argument("--widen-from", type=int, help="tokens from which weights become bf16")
     parser.add_argument(
         "--turns",
         nargs=2,
@@ -175,8 +173,13 @@ def check_live(engine: VllmEngine, weights: Weights, quantized: Any) -> str:
 
 
 @torch.no_grad()
-def check_projections(engine: VllmEngine, own_kernels: bool) -> str:
-    """Compares products with those of dequantized weights; vLLM rounds inputs by up to 1/16."""
+def check_projections(engine: VllmEngine, max_batch: int) -> str:
+    """Compares products with those of dequantized weights; vLLM rounds inputs by up to 1/16.
+
+    Args:
+        max_batch: Maximum number of requests that the engine decodes together; 0 if it keeps vLLM's
+            product.
+    """
     worst: dict[str, float] = {}
     for name, part in engine.model.named_modules():
         method = getattr(part, "quant_method", None)
@@ -184,12 +187,14 @@ def check_projections(engine: VllmEngine, own_kernels: bool) -> str:
             continue
         wide = part.weight_scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         weight = part.weight.float() * wide
-        for rows in (1, 16, 64, 100, 300):
+        for rows in (1, 16, 64, 100, 300, 1024, 2048):
             hidden = torch.randn(rows, weight.size(1), device=DEVICE).bfloat16()
             found = method.apply(part, hidden).float()
             wanted = hidden.float() @ weight.t()
             gap = float((found - wanted).norm() / wanted.norm())
-            unrounded = not own_kernels and ops.fp8_product_fits(hidden, part.weight)
+            unrounded = max_batch > 0 and all(
+                ops.fp8_product_fits(num, part.weight) for num in (max_batch, rows)
+            )
             kind = name.rpartition(".")[2] + (" unrounded" if unrounded else " rounded")
             worst[kind] = max(worst.get(kind, 0.0), gap)
     assert worst and max(worst.values()) < 0.06, worst
@@ -290,13 +295,11 @@ def main() -> None:
 
         stand_in(MonkeyPatch())
     if options.own_kernels:
-        vllm_adapter.multiply_unrounded_tokens = lambda model: None
+        vllm_adapter.multiply_unrounded_tokens = lambda model, max_batch: None
     if options.table and options.table.is_file():
         for key, (_, tiling) in json.loads(options.table.read_text()).items():
             block, outputs, inputs = map(int, key.split(","))
             fp8_linear.TILINGS[block, outputs, inputs] = fp8_linear.Tiling(*tiling)
-    if options.widen_from is not None:
-        fp8_op.WIDENED_TOKENS = options.widen_from
     if options.turns:
         folder = Path(options.turns[0])
         folder.mkdir(parents=True, exist_ok=True)
@@ -354,8 +357,8 @@ def main() -> None:
             hybrid.to_train()
     if is_fp8:
         print(
-            f"  {check_projections(engine, options.own_kernels)} of their norm from dequantized "
-            "weights",
+            f"  {check_projections(engine, 0 if options.own_kernels else settings.max_batch)} of "
+            "their norm from dequantized weights",
             flush=True,
         )
     if options.against_transformers:

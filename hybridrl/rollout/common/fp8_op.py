@@ -1,8 +1,7 @@
 """The product of tokens and FP8 weights as an operation of torch, into which torch.compile does not
 look, so that every call can choose the way by its number of tokens.
 
-Few tokens are multiplied without being rounded to FP8. So are many tokens, by weights that become
-bf16 first. In between, the engine's own product is faster.
+Few tokens are multiplied without being rounded to FP8, more tokens by the engine's own product.
 """
 
 from __future__ import annotations
@@ -14,18 +13,16 @@ from torch import Tensor
 
 from hybridrl import ops
 
-# Least number of tokens for which weights become bf16 first. That takes 3 bytes of traffic per
-# weight, which is little next to the arithmetic of so many tokens.
-WIDENED_TOKENS = 1024
-
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 _library = torch.library.Library("hybridrl", "FRAGMENT")
 _library.define("fp8_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor")
 _engines: list[Product] = []
 
 
-def compute_between_by(product: Product) -> None:
-    """Sets the engine's own product of rows, (M, K), weights, (N, K), and scales."""
+def multiply_many_tokens_by(product: Product) -> None:
+    """Sets the engine's own product of rows, (M, K), weights, (N, K), and scales. All engines of a
+    process must have the same product.
+    """
     _engines[:] = [product]
 
 
@@ -33,10 +30,8 @@ def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Returns x @ W.T, (..., N); x has shape (..., K)."""
     rows = x.flatten(0, -2)
     ops.prepare_fp8_products(x.device)
-    if ops.fp8_product_fits(rows, weight):
+    if ops.fp8_product_fits(len(rows), weight):
         y = ops.fp8_product(rows, weight, scales)
-    elif len(rows) >= WIDENED_TOKENS:
-        y = torch.mm(rows, ops.fp8_widened(weight, scales).T)
     else:
         y = _engines[0](rows, weight, scales)
     return y.view(*x.shape[:-1], weight.size(0))

@@ -91,7 +91,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _settle(self, model: torch.nn.Module) -> None:
         if self._settings.quantization == "fp8":
             check_kernels(model, self._inputs.version)
-            multiply_unrounded_tokens(model)
+            multiply_unrounded_tokens(model, self._settings.max_batch)
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._settings.is_exact:

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.rollout.common.fp8_op import compute_between_by
+from hybridrl.rollout.common.fp8_op import multiply_many_tokens_by
 
 
-def multiply_unrounded_tokens(model: torch.nn.Module) -> None:
+def multiply_unrounded_tokens(model: torch.nn.Module, max_batch: int) -> None:
     """Makes linear layers with FP8 weights multiply few tokens without rounding them, if that was
-    measured for a weight's sizes. The other layers keep vLLM's product.
+    measured for a weight's sizes and for `max_batch` tokens. The other layers keep vLLM's product.
+
+    An engine that decodes more requests at once would mostly use vLLM's product, without the
+    fusions of torch.compile.
+
+    Args:
+        max_batch: Maximum number of requests that the engine decodes together.
     """
     kinds: dict[type, type] = {}
     kernel: Any = None
@@ -28,19 +34,20 @@ def multiply_unrounded_tokens(model: torch.nn.Module) -> None:
     for part in model.modules():
         method: Any = getattr(part, "quant_method", None)
         kind = type(method)
-        if kind.__name__ == "Fp8LinearMethod" and ops.has_fp8_product(part.weight):
+        if kind.__name__ == "Fp8LinearMethod" and ops.fp8_product_fits(max_batch, part.weight):
             kernel = method.fp8_linear  # all layers have the same kernel and types
             kinds.setdefault(kind, type(kind.__name__, (kind,), {"apply": _apply}))
             method.__class__ = kinds[kind]
 
-    def between(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    def product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         # Inside torch.compile, vLLM quantizes with operations that the compiler fuses. Here they
         # would run in several launches; `forward_cuda` is vLLM's kernel for the same.
         codes, code_scales = kernel.quant_fp8.forward_cuda(rows.contiguous())
         y: Tensor = kernel.apply_block_scaled_mm(A=codes, B=weight, As=code_scales, Bs=scales)
         return y
 
-    compute_between_by(between)
+    if kernel is not None:  # otherwise an earlier engine in this process keeps its product
+        multiply_many_tokens_by(product)
 
 
 def _apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
