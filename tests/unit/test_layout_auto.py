@@ -82,6 +82,41 @@ def test_written_keys_are_kept_and_the_others_chosen() -> None:
     assert {(one.changes["train.tp"], one.changes["rollout.tp"]) for one in result.best} == {(2, 2)}
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "overrides", "key", "refused"),
+    [
+        (
+            "qwen3.5-4b.json",
+            {"tie_word_embeddings": False},
+            ["train.mtp_coef=0.1"],
+            "train.pp",
+            "train.mtp_coef",
+        ),
+        (
+            "qwen2.5-0.5b.json",
+            {},
+            ["rollout.quantization=fp8", "model.dtype=bfloat16"],
+            "rollout.tp",
+            "rollout.quantization",
+        ),
+    ],
+)
+def test_layouts_that_only_the_models_sizes_forbid_are_not_chosen(
+    model: str,
+    changes: dict[str, Any],
+    overrides: list[str],
+    key: str,
+    refused: str,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(json.loads((MODELS / model).read_text()) | changes))
+    config = config_of(file, *overrides)
+    result, _ = search(config, 2, Host(), H200)
+    assert {one.changes[key] for one in result.best} == {1}
+    assert refused in result.refusals
+
+
 def test_ranks_have_the_choice_as_overrides(tmp_path: Path) -> None:
     content = sections("qwen2.5-7b.json")
     file = tmp_path / "a.yaml"

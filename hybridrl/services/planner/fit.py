@@ -23,6 +23,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
+from hybridrl.services.planner.model_rules import model_rules
 from hybridrl.services.planner.phase_memory import (
     Memory,
     RankMemory,
@@ -208,6 +209,8 @@ class _Search:
                 continue  # a subset of these changes already fits
             config = self.config.with_values(changes)
             if check(config, world, self.hf_config):
+                continue
+            if any(model_rules(config, self.models[0], self.hf_config)):
                 continue
             placement, _ = placed(config, Machines(world))
             if not placement.is_shared:  # the changes would give some roles dedicated ranks

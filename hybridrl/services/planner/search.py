@@ -24,6 +24,7 @@ from hybridrl.services.planner.estimate import Estimate, estimate
 from hybridrl.services.planner.fit import Changes, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
+from hybridrl.services.planner.model_rules import model_rules
 from hybridrl.services.planner.phase_memory import RoleModel
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -161,7 +162,7 @@ class Search:
                     self.world_size,
                     self.hf_config,
                     machines=Machines(self.world_size, self.assumed.cluster.gpus_per_node),
-                )
+                ) or list(model_rules(config, self.models[0], self.hf_config))
             found += known[at]
         return found
 
