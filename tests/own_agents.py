@@ -50,6 +50,26 @@ async def text(task: Any) -> Any:
     return "much"
 
 
+async def unsendable(task: Any) -> Any:
+    """Returns something of which JSON text cannot be made, too long for a report."""
+
+    class Odd(set[int]):
+        def __str__(self) -> str:
+            return f"{set(self)} \ud800" + "x" * (2 << 20)
+
+    print("\ud800")
+    return Odd([1])
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def unprintable(task: Any) -> None:
+    raise Unprintable
+
+
 async def variables(task: Any) -> float:
     return float("HYBRIDRL_TEST_SECRET" in os.environ)
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from hybridrl.agents.tasks import AgentClocks, AgentTask, AwakeClock, Report, shorten_log
 from hybridrl.config.files import parse_json
@@ -74,29 +74,40 @@ class Bubblewrap:
 
 
 class EpisodeLogs:
-    """Files for the output of agents, in one folder per step.
+    """Files for the output of agents, in one folder per step. Several processes may use the same
+    folders. A log never fails an episode: output that cannot be written is dropped.
 
     Args:
         folder: Parent of the folders.
-        num_steps: Number of steps whose folders are kept; 0 keeps no output.
+        num_steps: Number of steps whose folders are kept; 0 keeps no output. Folders of later steps
+            also remain, which exist if a run was resumed from an earlier step.
     """
 
     def __init__(self, folder: Path, num_steps: int) -> None:
         self._folder, self._num_steps = folder, num_steps
-        self._lock = threading.Lock()
 
     def file(self, task: AgentTask) -> Path | None:
         """Returns the file for an episode, in an existing folder; None if no output is kept."""
         if not self._num_steps:
             return None
         name = "evaluation" if task.is_evaluation else f"step_{task.step + 1:06d}"
-        with self._lock:
-            (self._folder / name).mkdir(parents=True, exist_ok=True)
-            steps = sorted(self._folder.glob("step_*"))
-            for old in steps[: -self._num_steps]:
-                shutil.rmtree(old, ignore_errors=True)
-            (self._folder / name).mkdir(exist_ok=True)  # an episode may be older than its folder
-        return self._folder / name / f"sample_{task.sample}.log"
+        folder = self._folder / name
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            pass
+        except OSError:  # the disk is full, for example
+            return None
+        else:
+            if not task.is_evaluation:
+                self._remove_before(name)
+        return folder / f"sample_{task.sample}.log"
+
+    def _remove_before(self, name: str) -> None:
+        """Removes the folders of steps that are too old beside the step of folder `name`."""
+        older = sorted(one for one in self._folder.glob("step_*") if one.name < name)
+        for old in older[: max(0, len(older) + 1 - self._num_steps)]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def scrubbed_environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -206,9 +217,8 @@ class CommandRunner:
         command, log = self._command, self._logs.file(task)
         if self._sandbox is not None:
             command = self._sandbox.command(command, folder)
-        if log is not None:
-            log.unlink(missing_ok=True)
-        with open(log or os.devnull, "ab") as output:
+        output, is_logged = _opened(log)
+        with output:
             process = subprocess.Popen(
                 [*self._prefix, *command],
                 cwd=work,
@@ -218,9 +228,11 @@ class CommandRunner:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        is_late = self._wait(process, self._clocks.of(task.is_evaluation), stop, log)
-        code = _end_group(process)
-        where = f" (output: {log})" if log is not None else ""
+            clock = self._clocks.of(task.is_evaluation)
+            is_late = self._wait(process, clock, stop, output.fileno())
+            code = _end_group(process)
+            shorten_log(output.fileno())
+        where = f" (output: {log})" if is_logged else ""
         if is_late:
             got = f"took longer than {self._timeout_s:g} s for {WHERE}{where}"
             return Report(failure=(got, "at most agent.timeout_s"))
@@ -236,9 +248,13 @@ class CommandRunner:
         process: subprocess.Popen[bytes],
         clock: AwakeClock,
         stop: threading.Event,
-        log: Path | None,
+        log: int,
     ) -> bool:
-        """Waits until the program ends or must be ended. Returns whether its time is over."""
+        """Waits until the program ends or must be ended. Returns whether its time is over.
+
+        Args:
+            log: Descriptor of the file with its output.
+        """
         deadline = clock.now() + self._timeout_s
         while not stop.is_set():
             left = deadline - clock.now()
@@ -247,9 +263,20 @@ class CommandRunner:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=min(left, POLL_S) + 0.001)
                 return False
-            if log is not None:
-                shorten_log(log)
+            shorten_log(log)
         return False
+
+
+def _opened(log: Path | None) -> tuple[BinaryIO, bool]:
+    """Opens a new log for appending. Returns it, and whether it is a log; otherwise output is
+    dropped, because no log was wanted or none can be written.
+    """
+    if log is not None:
+        with suppress(OSError):
+            log.parent.mkdir(parents=True, exist_ok=True)  # may have been removed as too old
+            log.unlink(missing_ok=True)
+            return open(log, "ab"), True
+    return open(os.devnull, "ab"), False
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> int:

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,21 +28,53 @@ LOG: contextvars.ContextVar[str | None] = contextvars.ContextVar("LOG", default=
 
 
 class _Output:
-    """Appends text to the log of the call that writes it; other text goes to `other`."""
+    """Appends text to the log of the call that writes it; other text goes to `other`. Text that
+    cannot be written is dropped, because printing must not fail a call.
+    """
 
     def __init__(self, other: TextIO) -> None:
         self._other = other
 
     def write(self, text: str) -> int:
-        if (log := LOG.get()) is None:
-            return self._other.write(text)
-        with Path(log).open("a", encoding="utf-8") as file:
-            num_written = file.write(text)
-        shorten_log(log)
-        return num_written
+        with suppress(OSError):  # the folder was removed, or the disk is full
+            if (log := LOG.get()) is None:
+                self._other.write(text)
+            else:
+                with Path(log).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+                    file.flush()
+                    shorten_log(file.fileno())
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._other.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._other, name)
+
+
+def _number_or_text(reward: Any) -> float | str | None:
+    """Returns a reward that JSON can express: a finite number or None, else a short text."""
+    reward = reward.item() if hasattr(reward, "item") else reward
+    if reward is None or (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
+        return reward
+    return _sendable(str(reward))
+
+
+def _described(error: BaseException) -> str:
+    """Prints an error of the user's code to the log. Returns its class and its first line."""
+    name = type(error).__name__
+    with suppress(Exception):  # its text is made by the user's code
+        traceback.print_exception(error)
+        lines = str(error).splitlines()
+        return f"{name}: {_sendable(lines[0]) if lines else ''}"
+    return name
+
+
+def _sendable(text: str) -> str:
+    """Returns the beginning of a text, without surrogates, which the receiver refuses."""
+    return text[:300].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def main(path: str) -> None:
@@ -61,18 +94,16 @@ async def main(path: str) -> None:
         try:
             found = imported(path)(task, **options)
             reward = await found if hasattr(found, "__await__") else found
-            reward = reward.item() if hasattr(reward, "item") else reward
-            json.dumps(reward)
+            reward = _number_or_text(reward)
         except asyncio.CancelledError:
             error = "CancelledError"
         except BaseException as raised:  # the user's code may raise anything
-            traceback.print_exc()
-            text = str(raised).splitlines()
-            error = f"{type(raised).__name__}: {text[0][:300] if text else ''}"
-        answers.write(json.dumps({"key": task.key, "reward": reward, "error": error}).encode())
-        answers.write(b"\n")
-        answers.flush()
-        del running[task.key]
+            reward, error = None, _described(raised)
+        finally:
+            del running[task.key]
+            report = {"key": task.key, "reward": reward, "error": error}
+            answers.write(json.dumps(report).encode() + b"\n")
+            answers.flush()
 
     while line := await reader.readline():
         message = json.loads(line)

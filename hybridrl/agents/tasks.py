@@ -26,13 +26,16 @@ def take_token() -> str | None:
     return os.environ.pop(TOKEN_VARIABLE, None) or None
 
 
-def shorten_log(file: str | os.PathLike[str]) -> None:
+def shorten_log(file: int) -> None:
     """Cuts a log that is too long, so that a program that prints without end does not fill the
-    disk. Whoever writes the log must have opened it for appending.
+    disk, even if its folder was removed.
+
+    Args:
+        file: Descriptor of the log. Whoever writes the log must have opened it for appending.
     """
-    with suppress(OSError):  # its step is over, and the folder was removed
-        if os.stat(file, follow_symlinks=False).st_size > MAX_LOG_BYTES:
-            os.truncate(file, KEPT_LOG_BYTES)
+    with suppress(OSError):  # a log must never fail an episode
+        if os.fstat(file).st_size > MAX_LOG_BYTES:
+            os.ftruncate(file, KEPT_LOG_BYTES)
 
 
 @dataclass(frozen=True)

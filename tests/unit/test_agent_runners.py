@@ -238,6 +238,10 @@ def test_output_without_end_does_not_fill_the_disk(tmp_path, monkeypatch):
     assert run_all(runner, [task_of(1)]) == {1: Report()}
     log = (tmp_path / "agents" / "step_000001" / "sample_1.log").read_text()
     assert log.startswith("begin") and log.endswith("end\n") and len(log) < 4 << 20
+    # A program that ends before its log was looked at.
+    runner = command_runner(tmp_path, program("print('begin' + 'x' * 3_000_000)"))
+    assert run_all(runner, [task_of(2)]) == {2: Report()}
+    assert (tmp_path / "agents" / "step_000001" / "sample_2.log").stat().st_size == 100
     file = tmp_path / "call.log"
     token = function_worker.LOG.set(str(file))
     output = function_worker._Output(sys.stderr)
@@ -245,7 +249,6 @@ def test_output_without_end_does_not_fill_the_disk(tmp_path, monkeypatch):
         output.write(f"{number}" + "x" * 100_000)
     function_worker.LOG.reset(token)
     assert file.stat().st_size < 2 << 20 and file.read_text().startswith("0x")
-    tasks.shorten_log(tmp_path / "nothing.log")
 
 
 def test_logs_of_old_steps_are_removed(tmp_path):
@@ -259,14 +262,61 @@ def test_logs_of_old_steps_are_removed(tmp_path):
     assert EpisodeLogs(tmp_path, 0).file(task_of(0)) is None
 
 
+def test_logs_of_later_steps_do_not_remove_those_of_a_resumed_run(tmp_path):
+    for step in (1, *range(26, 36)):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    first, second = EpisodeLogs(tmp_path, 10), EpisodeLogs(tmp_path, 10)  # of two processes
+    for sample in range(3):
+        kept = first.file(task_of(sample, 20))
+        assert kept is not None
+        kept.write_text("x")
+        assert second.file(task_of(sample + 3, 20)) is not None and kept.read_text() == "x"
+    names = [one.name for one in sorted(tmp_path.iterdir())]
+    assert names == [f"step_{step:06d}" for step in (1, 21, *range(26, 36))]
+    first.file(task_of(0, 35))
+    names = [one.name for one in sorted(tmp_path.iterdir())]
+    assert names == [f"step_{step:06d}" for step in range(27, 37)]
+
+
+class LostLogs(EpisodeLogs):
+    """Names a log whose folder another process has removed."""
+
+    def file(self, task: AgentTask) -> Path | None:
+        found = super().file(task)
+        assert found is not None
+        shutil.rmtree(found.parent)
+        return found
+
+
+def test_a_log_that_cannot_be_written_fails_no_episode(tmp_path):
+    text = "import json, os\nprint('said')\n"
+    text += "json.dump({'reward': 2.0}, open(os.environ['HYBRIDRL_RESULT'], 'w'))"
+    lost = LostLogs(tmp_path / "agents", 2)
+    (tmp_path / "file").write_text("")
+    for logs in (lost, EpisodeLogs(tmp_path / "file", 2)):
+        runner = CommandRunner(
+            command=program(text), env={}, timeout_s=20, clocks=AgentClocks(), logs=logs
+        )
+        assert run_all(runner, [task_of(0)]) == {0: Report(2.0)}
+        runner.close()
+    assert (tmp_path / "agents" / "step_000001" / "sample_0.log").read_text() == "said\n"
+    for name, reward in (("rewarded", 0.5), ("wrong", None)):
+        calls = function_runner(tmp_path, name, logs=lost)
+        (report,) = run_all(calls, [task_of(0)], 5).values()
+        assert report.reward == reward
+        assert report.failure is None or "raised ValueError: sample 0" in report.failure[0]
+        calls.close()
+
+
 def function_runner(folder: Path, name: str, timeout_s: float = 20, **options: Any) -> Any:
+    logs = options.pop("logs", EpisodeLogs(folder / "agents", 2))
     return FunctionRunner(
         path=f"own_agents:{name}",
         options=options,
         workers=1,
         timeout_s=timeout_s,
         clocks=AgentClocks(),
-        logs=EpisodeLogs(folder / "agents", 2),
+        logs=logs,
     )
 
 
@@ -286,6 +336,8 @@ def test_functions_run_in_one_process_and_report_rewards_and_errors(tmp_path, mo
     for name, message in (
         ("wrong", "raised ValueError: sample 1 is wrong"),
         ("text", "reported the reward 'much'"),
+        ("unsendable", "reported the reward '{1} \\\\ud800xx"),
+        ("unprintable", "raised Unprintable"),
         ("missing", "has no attribute 'missing'"),
     ):
         runner = function_runner(tmp_path, name)
