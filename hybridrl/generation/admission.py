@@ -3,9 +3,13 @@
 A step in which a request begins costs as much as several other steps: the engine computes prompts,
 cannot replay its graph of a whole step, and runs its slow scheduler for all requests. Requests
 therefore wait for others, until their absence has cost as much as such a step. If requests arrive
-evenly, the two costs together are then as small as possible. If many arrive together, at most twice
-the smallest possible cost is paid, as when renting or buying skis (Karlin et al. 1988, "Competitive
-snoopy caching", Algorithmica 3).
+evenly, the two costs together are then as small as possible. If many arrive together, the sum of
+the two costs is at most twice the smallest possible sum, as when renting or buying skis (Karlin et
+al. 1988, "Competitive snoopy caching", Algorithmica 3).
+
+The sum does not limit how late a round ends: one program with many short turns beside programs with
+long ones costs the engine little while it waits, but the round ends with this program. The wait of
+the oldest request therefore has a limit.
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from collections.abc import Iterable
 COST_OF_BEGIN = 3.5
 FIRST_LENGTH = 128.0  # assumed number of tokens in a turn until one has finished
 MAX_AVERAGED = 256  # number of turns over which the mean length is taken
+# Maximum wait of a request in engine steps. In the simulation of the tests, rounds of sessions with
+# alike lengths take up to 4% longer than without a limit; with 16, up to 8%. A round that ends with
+# one session of 200 turns of 20 tokens takes 20% less time; with 16, 25%.
+MAX_WAIT_STEPS = 24
 
 
 class Admission:
@@ -29,7 +37,7 @@ class Admission:
     def __init__(self, cost: float = COST_OF_BEGIN) -> None:
         self._cost = cost
         self._length, self._num_lengths = FIRST_LENGTH, 0
-        self._lost = 0.0
+        self._lost, self._num_waited = 0.0, 0
 
     def note_lengths(self, lengths: Iterable[int]) -> None:
         """Notes the numbers of tokens of finished turns."""
@@ -46,12 +54,15 @@ class Admission:
             num_steps: Number of engine steps since the last call.
         """
         if not num_waiting:
+            self._num_waited = 0  # those that waited are no longer wanted
             return False
         num = num_waiting + num_in_engine
         self._lost += num_steps * num_waiting / num
+        self._num_waited += num_steps
         # With few requests, no other is likely to arrive before waiting has cost more than it can
         # save: num / length arrive per step, and waiting costs 1 / num of a step.
-        if self._lost < self._cost and self._cost * num**2 > self._length and num_in_engine:
+        is_cheap = self._lost < self._cost and self._num_waited < MAX_WAIT_STEPS
+        if is_cheap and self._cost * num**2 > self._length and num_in_engine:
             return False
-        self._lost = 0.0
+        self._lost, self._num_waited = 0.0, 0
         return True

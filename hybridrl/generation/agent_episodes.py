@@ -38,8 +38,10 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 Host = AgentHost | HostProcess | HostPool
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
-# Engine steps between exchanges of events among several ranks. A broadcast takes about 0.1 ms.
-STEPS_BETWEEN_BROADCASTS = 4
+# Several ranks exchange events in every engine step if fewer than REQUESTS_PER_STEP requests are in
+# the engine, with twice as many in every second step, and so on up to MAX_STEPS. A broadcast takes
+# about 0.1 ms. With many requests, new ones wait for each other anyway.
+REQUESTS_PER_STEP, MAX_STEPS = 32, 4
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
 # Failures of episodes that reached a limit before a turn had finished.
 EARLY_LIMITS = {
@@ -140,7 +142,6 @@ class AgentEpisodes:
         self._owners: dict[int, int] = {}
         self._stopped: tuple[int, ...] = ()
         self._num_steps = 0  # since events were last exchanged
-        self._most_steps = 1 if replica.num_ranks == 1 else STEPS_BETWEEN_BROADCASTS
         # On the first rank only.
         self._admission = Admission()
         # Arrived while an evaluation uses the engine, or wait for others.
@@ -225,7 +226,7 @@ class AgentEpisodes:
             self._owners.pop(done.request_id, None)
         self._num_steps += 1
         is_due = blocks or len(turns) < len(completions)
-        if not is_due and self._num_steps < self._most_steps:
+        if not is_due and self._num_steps < self._steps_between_events():
             return [], []
         num_steps, self._num_steps = self._num_steps, 0
         news = _News()
@@ -359,6 +360,15 @@ class AgentEpisodes:
         keys = [turn.sample_key for turn in self._held] + [one.key for one in self._ended]
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
+
+    def _steps_between_events(self) -> int:
+        """Returns the number of engine steps from one exchange of events to the next, the same on
+        all ranks of the replica.
+        """
+        if self._replica.num_ranks == 1:
+            return 1
+        num_in_engine = len(self._owners) - len(self._paused)
+        return min(MAX_STEPS, 1 + num_in_engine // REQUESTS_PER_STEP)
 
     def _collected(
         self, host: Host, last: Sequence[Completion], blocks: bool, num_steps: int

@@ -160,6 +160,23 @@ def test_with_many_requests_new_ones_wait_for_each_other(tmp_path: Path) -> None
     assert response.is_substitute
 
 
+def test_several_ranks_exchange_events_less_often_with_many_requests(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    replica.start(1)
+    replica.link.num_ranks = 2
+    replica.second._replica.num_ranks = 2  # type: ignore[misc]
+    numbers: list[int] = []
+    for num, num_steps in ((3, 1), (60, 2), (200, 4)):
+        numbers += [replica.request() for _ in range(num - len(numbers))]
+        while replica.first._owners.keys() < {*numbers}:
+            replica.advance()
+        while replica.first._num_steps:
+            replica.advance()
+        replica.host.abort(numbers.pop())
+        found = [bool(replica.advance()[2]) for _ in range(num_steps)]
+        assert found == [False] * (num_steps - 1) + [True]
+
+
 def test_only_engines_with_a_maximum_limit_stop_tokens() -> None:
     rollout = RolloutConfig(engine="vllm", min_new_tokens=4)
     assert max_stop_tokens(rollout, (1, 2)) == 126
