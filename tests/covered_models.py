@@ -27,22 +27,26 @@ AXES = ("tp", "pp", "cp", "vpp")
 OTHER_NAMES = {"phi35": "phi3", "phi4mini": "phi3"}
 
 
-def started(module: Any) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of ranks and the arguments of each start of ranks in a module's tests."""
+def started(module: Any, family: str = "qwen3_vl") -> Iterator[tuple[int, list[str]]]:
+    """Yields the number of ranks and the arguments of each start of ranks in a module's tests.
+
+    Args:
+        family: Family of the model, in tests that take one.
+    """
     calls: list[tuple[int, list[str]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "run_ranks", lambda world, _, args, **__: calls.append((world, args)))
         for name, test in vars(module).items():
             if name.startswith("test_") and inspect.isfunction(test):
-                for values in parameters(test):
+                for values in parameters(test, family):
                     test(**values)
     yield from calls
 
 
-def parameters(test: Any) -> Iterator[dict[str, Any]]:
+def parameters(test: Any, family: str) -> Iterator[dict[str, Any]]:
     """Yields the arguments of each case of a test, as `make test-full` runs it."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    fixtures = {"is_full": True, "models": Path("models"), "model": Path("models/qwen3_vl")}
+    fixtures = {"is_full": True, "models": Path("models"), "model": Path("models") / family}
     wanted = inspect.signature(test).parameters
     known = {name: value for name, value in fixtures.items() if name in wanted}
     choices = []
@@ -72,11 +76,10 @@ def layouts() -> dict[str, set[str]]:
             family = OTHER_NAMES.get(name.split("+")[0], name.split("+")[0])
             found.setdefault(family, set()).update(layout_name(world, text) for text in texts)
         del folder
-    for world, (mode, _, _, *texts) in started(test_images):
-        if mode == "compare":
-            for family in WITH_IMAGES:
-                own = {layout_name(world, text) for text in texts}
-                found.setdefault(family, set()).update(own)
+    for family in WITH_IMAGES:
+        for world, (mode, _, _, *texts) in started(test_images, family):
+            own = {layout_name(world, text) for text in texts if mode == "compare"}
+            found.setdefault(family, set()).update(own)
     return found
 
 

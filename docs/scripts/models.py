@@ -64,7 +64,7 @@ RAN = {
     "qwen3": Ran(DENSE, BOTH),
     "qwen3_vl": Ran(SHORT, VLLM),
     "qwen2_5_vl": Ran(SHORT, VLLM),
-    "qwen3_vl_moe": Ran(SHORT, VLLM),
+    "qwen3_vl_moe": Ran(("TP2 PP2 EP2", "TP2 CP2 EP2"), VLLM),
     "qwen3_5_text": Ran(
         ("TP2", "PP2", "TP2 PP2", "PP2 VPP2"),
         VLLM,

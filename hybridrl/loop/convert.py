@@ -143,7 +143,7 @@ def _from_checkpoint(
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     if to == PEFT_FORMAT:
         export_peft(model, target, files)
-        note = peft_notice(model)
+        note = peft_notice(family, model_source.shape)
     else:
         export_model(model, target, files, moved=moved)
         note = merging_note(model)

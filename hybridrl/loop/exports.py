@@ -31,6 +31,7 @@ from hybridrl.hybrid_engine.export import export_hf, gather_tensors
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.models.adapters.base_reference import base_directory
+from hybridrl.models.adapters.lora import EXPERTS
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import (
     base_of,
@@ -38,6 +39,7 @@ from hybridrl.models.adapters.rows import (
     only_adapters,
     without_expert_adapters,
 )
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
@@ -45,6 +47,8 @@ from hybridrl.models.hf.shards import KeptTensors
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
+# Families whose experts PEFT 0.21 does not stack, because it lacks a rule for their `model_type`.
+UNSTACKED_BY_PEFT = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
 _PARTIAL = ".*.partial"  # folders that a killed run left behind
 
@@ -127,13 +131,24 @@ def merging_note(model: ParallelModel) -> str | None:
     return f"rounding merged weights to {dtype} loses {100 * lost:.2g} % of the adapters' update"
 
 
-def peft_notice(model: ParallelModel) -> str | None:
+def peft_notice(family: Family, shape: ModelShape) -> str | None:
     """Returns a sentence about adapters in a PEFT directory that PEFT does not load, if any.
 
     PEFT (0.21, with transformers 5) takes every target with the name of an expert's projection for
-    the stacked experts, so it creates no adapters on dense and shared layers of these names.
+    the stacked experts, so it creates no adapters on dense and shared layers of these names. It
+    does not do so with the families in `UNSTACKED_BY_PEFT`, but ignores the experts' adapters.
+
+    Args:
+        family: Family with the adapters.
+        shape: Sizes of the model.
     """
-    family, shape = model.source.family, model.source.shape
+    if family.name in UNSTACKED_BY_PEFT:
+        if family.lora is None or EXPERTS not in family.lora.targets:
+            return None
+        return (
+            f"PEFT 0.21 with transformers 5 loads no adapters on experts of {family.name} models, "
+            "without a warning; hybridrl reads them. Convert with `--to hf` for other tools"
+        )
     projections = [row for row in base_of(family).rows(shape) if row.num_experts]
     of_experts = {name.rpartition(".")[2] for row in projections for name in modules(row)}
     adapted = without_expert_adapters(family)
@@ -219,8 +234,9 @@ class Exports:
                 export_peft(model, folder, checkpoint / HF_FILES, card)
             else:
                 export_model(model, folder, checkpoint / HF_FILES, card)
-            note = peft_notice(model) if is_peft else merging_note(model)
-            self._notify(f"exported {folder}" + (f"; {note}" if note else ""))
+            source = model.source
+            lost = peft_notice(source.family, source.shape) if is_peft else merging_note(model)
+            self._notify(f"exported {folder}" + (f"; {lost}" if lost else ""))
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:
         """Deletes `folder` if it exists, and all exports whose checkpoints no longer exist."""

@@ -14,13 +14,16 @@ from peft import PeftModel
 from tiny_models import WITH_EXPERTS, tiny_model
 from torch import Tensor
 
+from hybridrl.config.wrapped_models import has_images
+from hybridrl.loop.exports import peft_notice
 from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import ALL_LINEAR, EXPERTS, Lora
-from hybridrl.models.adapters.peft_directory import check_peft, read_peft
+from hybridrl.models.adapters.peft_directory import OF_EXPERT, check_peft, read_peft
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import HF_B, A, B, adapted, only_adapters, target_names
 from hybridrl.models.adapters.slots import POLICY
-from hybridrl.models.family import Family, ModelShape, resolve_family
+from hybridrl.models.family import Family, ModelShape, read_model, resolve_family
+from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.megatron.expert_adapters import add_expert_adapter
 from hybridrl.models.weights import hf_shapes
@@ -31,6 +34,10 @@ LORA = Lora(4, 10.0, (ALL_LINEAR, EXPERTS))
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 # No dense layers, whose adapters PEFT 0.21 would leave out.
 ONLY_EXPERTS = {"qwen3_moe": {"dense_layers": ()}, "mixtral": {}}
+
+
+# Families whose experts PEFT 0.21 does not stack.
+UNSTACKED = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
 
 
 def family_of(model: Any, lora: Lora) -> tuple[dict[str, Any], Family, ModelShape]:
@@ -79,6 +86,32 @@ def test_peft_computes_the_same_with_the_written_directory(name: str, tmp_path: 
     adapter = read_peft(tmp_path / "peft")
     assert adapter.lora.targets == ("experts", "k_proj", "o_proj", "q_proj", "v_proj")
     check_peft(adapter, hf_shapes(only_adapters(family), shape))
+
+    assert peft_notice(family, shape) is None
+
+
+@pytest.mark.parametrize("name", UNSTACKED)
+def test_peft_loads_no_adapters_of_experts_that_it_does_not_stack(
+    name: str, tmp_path: Path
+) -> None:
+    """Exports say so, because PEFT does not."""
+    model = tiny_model(name)
+    model.config.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    plain, shape = read_model(None, config)
+    family, base = adapted(plain, LORA), BaseReference("b", None, None, "0" * 64)
+    tensors = drawn(family, shape)
+    write_peft(tmp_path / "peft", tensors, LORA, base, is_wrapped=has_images(config))
+    stored = read_peft(tmp_path / "peft").stored_names
+    loaded = PeftModel.from_pretrained(model, tmp_path / "peft")
+    held = {n: one for n, one in loaded.named_parameters() if "lora_" in n}
+    names = {n: stored[n].replace(".weight", ".default.weight") for n in tensors}
+    others = {n: own for n, own in names.items() if not OF_EXPERT.search(n)}
+    assert held.keys() == set(others.values()) and len(others) < len(names)
+    assert all(torch.equal(held[own], tensors[n]) for n, own in others.items())
+    notice = peft_notice(family, shape)
+    assert notice is not None and "loads no adapters on experts" in notice
+    assert peft_notice(adapted(plain, Lora(4, 10.0)), shape) is None
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,19 @@ def test_adapters_of_models_with_images_are_those_of_the_decoder(tmp_path: Path)
         assert torch.equal(held[stored.replace(".weight", ".default.weight")], tensors[name])
 
 
+def test_two_tensors_with_one_name_are_refused(peft: Path) -> None:
+    """Otherwise, the one that is stored later would win."""
+    file = peft / "adapter_model.safetensors"
+    tensors = load_file(file)
+    stored = next(iter(tensors))
+    other = stored.replace(".model.layers.", ".model.language_model.layers.")
+    save_file({**tensors, other: tensors[stored].clone()}, file)
+    with pytest.raises(CheckpointError) as refused:
+        read_peft(peft)
+    assert stored in str(refused.value) and other in str(refused.value)
+    assert "one tensor" in str(refused.value)
+
+
 def test_part_that_the_model_lacks_is_named() -> None:
     tied = replace(SHAPE, tied_embeddings=True)
     full = LoraConfig(rank=4, full=("head",))

@@ -87,6 +87,8 @@ def read_peft(directory: str | Path) -> PeftAdapter:
             if not stored.startswith(PREFIX) or not name.endswith((f".{HF_A}", f".{HF_B}")):
                 is_quantized = stored.endswith(QUANTIZED)
                 raise _unexpected(folder, stored, "a quantized tensor" if is_quantized else "")
+            if name in shapes:
+                raise _named_twice(folder, stored_names[name], stored)
             shapes[name] = tuple(opened.get_slice(stored).get_shape())
             stored_names[name] = stored
     return PeftAdapter(folder, lora, read_base_name(folder), shapes, stored_names)
@@ -190,4 +192,13 @@ def _unexpected(folder: Path, name: str, what: str) -> CheckpointError:
         what or "an unknown tensor",
         f"tensors named {PREFIX}*.{HF_A} or *.{HF_B}",
         "Save the adapter with PEFT's save_pretrained, without other trained modules.",
+    )
+
+
+def _named_twice(folder: Path, first: str, second: str) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {plain(first, 160)} in {folder / TENSOR_FILE}",
+        f"two tensors, also {plain(second, 160)}",
+        "one tensor",
+        "Both names are those of one adapter; save the adapter again with PEFT's save_pretrained.",
     )
