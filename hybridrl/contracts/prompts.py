@@ -28,8 +28,10 @@ class Content:
 
     Args:
         kind: Name of the kind, such as `image`.
-        start, num_tokens: Index of the first of the placeholders, at least 1, among the tokens.
-        key: Text that identifies the content, such as a digest of the arrays.
+        start: Index of the first placeholder among the prompt's tokens.
+        num_tokens: Number of placeholders, 1 or more.
+        key: Text that identifies the content, such as a digest of the arrays. Different content
+            must have different keys.
         arrays: Data of the content, such as the bytes of a file.
     """
 

@@ -108,8 +108,8 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
     """Splits prompts into a training part and a held-out part.
 
     A prompt's tokens and images decide, so equal prompts stay together, and further rows move no
-    prompt. All samples of one chat go to the same part. An empty part gets the prompt nearest to
-    the limit.
+    prompt. All samples of one chat go to the same part. If a small share would leave a part empty,
+    it gets the prompt nearest to the limit.
 
     Raises:
         DataError: All prompts are equal, or come from one chat.

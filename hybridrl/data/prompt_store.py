@@ -315,7 +315,8 @@ def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | 
 def tokenizer_identity(tokenizer: Any) -> str | None:
     """Returns a digest of everything that determines how texts are tokenized and rendered.
 
-    None unless the tokenizer is of transformers' own fast classes, or if it inserts the date.
+    None if the tokenizer is not one of transformers' own fast classes, or if its template inserts
+    the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")

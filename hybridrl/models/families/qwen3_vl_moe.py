@@ -1,7 +1,7 @@
 """Qwen3-VL with mixtures of experts (30B-A3B, 235B-A22B): Qwen3's decoder with experts, and the
 vision tower of Qwen3-VL.
 
-Files store the experts of a layer as one tensor of transposed matrices (models/hf/headers.py).
+Files store the experts of a layer as one tensor of transposed matrices (models/hf/expert_files.py).
 """
 
 from __future__ import annotations
