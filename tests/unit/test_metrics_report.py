@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -190,6 +191,33 @@ def test_images_of_samples_are_small_copies_within_the_page(
     assert any("img-src data:;" in value for _, value in page.attributes)
     monkeypatch.setattr(page_data, "MOST_IMAGE_BYTES", 100)
     assert not read_run(run, "a").images
+
+
+def test_every_dump_has_its_share_of_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest dumps too; pipes, missing files and files above the share are left out."""
+    run = make_run(tmp_path)
+    folder, dump = run / "rollouts" / "images", RolloutDump(run / "rollouts", every=1)
+    folder.mkdir()
+    names = [[f"{step:02}{number:02}" * 2 for number in range(4)] for step in range(1, 4)]
+    for step, of_step in enumerate(names, start=11):
+        for name in of_step:
+            (folder / f"{name}.jpg").write_bytes(b"x" * 10)
+        dump.write(step, [{"images": [name]} for name in of_step])
+    monkeypatch.setattr(page_data, "MOST_IMAGE_BYTES", 60)
+    shown = [name for of_step in names for name in of_step[:2]]
+    assert sorted(read_run(run, "run").images) == shown
+    (folder / f"{names[2][0]}.jpg").write_bytes(b"x" * 21)
+    (folder / f"{names[2][1]}.jpg").unlink()
+    os.mkfifo(folder / f"{names[2][1]}.jpg")
+    (folder / f"{names[2][2]}.jpg").unlink()
+    # Room that the newest dump does not need is for the others.
+    shown = [*names[0][:3], *names[1][:2], names[2][3]]
+    assert sorted(read_run(run, "run").images) == shown
+    monkeypatch.setattr(page_data, "MOST_IMAGE_BYTES", 70)
+    shown = [*names[0][:2], *names[1][:2], names[2][0]]
+    assert sorted(read_run(run, "run").images) == shown
 
 
 def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:

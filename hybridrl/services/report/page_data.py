@@ -10,6 +10,7 @@ import base64
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,22 +201,50 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
 
 
 def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the images of samples as data URIs, by name, up to MOST_IMAGE_BYTES."""
+    """Returns the images of samples as data URIs, by name, up to MOST_IMAGE_BYTES.
+
+    Each dump has an equal share, and passes on what it does not need. The newest dump comes first,
+    so an image that several dumps share counts for the newest.
+    """
     found: dict[str, str] = {}
-    room = MOST_IMAGE_BYTES
+    room, dumps = MOST_IMAGE_BYTES, _names_by_step(samples)
+    for number, step in enumerate(sorted(dumps, reverse=True)):
+        share = room // (len(dumps) - number)
+        for name in dumps[step]:
+            if name in found:
+                continue
+            data = _read_small(folder / f"{name}.jpg", share)
+            if data is None:
+                continue
+            share, room = share - len(data), room - len(data)
+            found[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode('ascii')}"
+    return found
+
+
+def _names_by_step(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Returns the valid names of images, in order, of each dump that has any."""
+    found: dict[int, list[str]] = {}
     for sample in samples:
         names = sample.get("images")
         for name in names if isinstance(names, list) else ():
-            if not isinstance(name, str) or name in found or not _IMAGE_NAME.fullmatch(name):
-                continue
-            try:
-                data = (folder / f"{name}.jpg").read_bytes()
-            except OSError:
-                continue
-            if (room := room - len(data)) < 0:
-                return found
-            found[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode('ascii')}"
+            if isinstance(name, str) and _IMAGE_NAME.fullmatch(name):
+                found.setdefault(sample["step"], []).append(name)
     return found
+
+
+def _read_small(file: Path, most: int) -> bytes | None:
+    """Returns a regular file's content; None if it has more than `most` bytes or cannot be read.
+
+    The folder may be of another run or another user, so the file may be a pipe, or endless.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            return None
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)
+    except OSError:
+        return None
+    return data if len(data) <= most else None
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:
