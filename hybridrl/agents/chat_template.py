@@ -30,7 +30,8 @@ from hybridrl.errors import error_text
 
 _OPENED = re.compile(r"<think>\s*\Z")
 # If a text has more characters per token of the context, only its beginning is tokenized at first,
-# so that a file of many megabytes does not stop the endpoint for a minute. Languages have 1 to 6.
+# so that a file of many megabytes does not stop the endpoint for a minute. Languages have 1 to 6;
+# tokens of 100 blanks exist, so the beginning is doubled while it has too few tokens.
 _CHARACTERS_PER_TOKEN = 8
 # The beginning of a text may have a few tokens that the whole text merges.
 _NUM_UNSURE = 64
@@ -262,12 +263,13 @@ class ChatTemplate:
         return value
 
     def _encoded(self, encode: Encode, text: str, max_tokens: int) -> tuple[int, ...]:
-        longest = _CHARACTERS_PER_TOKEN * max_tokens
+        longest = _CHARACTERS_PER_TOKEN * max(max_tokens, 1)
         try:
-            if len(text) > longest:
+            while len(text) > longest:
                 num = len(encode([text[:longest]])[0]) - _NUM_UNSURE
                 if num >= max_tokens:
                     raise ContextOverflow(num, max_tokens, is_bound=True)
+                longest *= 2
             return tuple(encode([text])[0])
         except ContextOverflow:
             raise

@@ -5,9 +5,10 @@ The threads run in parallel, because reading, digesting and copying release the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+
+from hybridrl.parallel.host_cores import cores_of_rank
 
 # With at least LEAST_THREADS, some threads compute digests while others wait for a disk. More than
 # MOST_THREADS are not faster, because memory bandwidth and the interpreter lock are the limit.
@@ -19,8 +20,7 @@ def reading_threads(num_ranks: int = 1) -> int:
 
     At least LEAST_THREADS and at most MOST_THREADS.
     """
-    share = len(os.sched_getaffinity(0)) // num_ranks
-    return min(max(share, LEAST_THREADS), MOST_THREADS)
+    return min(max(cores_of_rank(num_ranks), LEAST_THREADS), MOST_THREADS)
 
 
 def in_threads(calls: Iterable[Callable[[], object]], num_threads: int) -> None:

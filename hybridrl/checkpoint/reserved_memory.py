@@ -9,7 +9,6 @@ is needed sooner. Invariant: a range is unlocked before its memory is freed.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,15 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridrl.parallel.host_cores import cores_of_rank
+
 CHUNK_BYTES = 64 << 20  # size of the pieces that are divided among the threads
 MOST_THREADS, LEAST_THREADS = 8, 2
 _TURN = threading.Lock()  # lock held while a range's pages are being touched
 
 
 def threads_beside_training(num_ranks: int) -> int:
-    """Returns the threads for moving memory during training: half of a rank's processors."""
-    own = min((os.cpu_count() or 1) // num_ranks, len(os.sched_getaffinity(0)))
-    return min(max(own // 2, LEAST_THREADS), MOST_THREADS)
+    """Returns the threads for moving memory during training: half of a rank's cores."""
+    return min(max(cores_of_rank(num_ranks) // 2, LEAST_THREADS), MOST_THREADS)
 
 
 class ReservedMemory:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ipaddress
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import UserError, error_text
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes, Host
 from hybridrl.parallel.groups import World
+from hybridrl.parallel.host_cores import cores_of_rank
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rollout.registry import ENGINES
 
@@ -52,7 +52,7 @@ def make_agent_episodes(
         check_hosts(config.agent, world.num_hosts)
         if replica.is_first:
             settings = _settings(config, world.rank, replica, tokenizer, ends, vocab_size)
-            num_cores = len(os.sched_getaffinity(0)) * world.num_hosts // world.size
+            num_cores = cores_of_rank(len(world.host_ranks))
             host, agreement.value = _host(settings, num_processes(config.agent, num_cores))
         elif config.agent.server:
             take_token()

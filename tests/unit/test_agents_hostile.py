@@ -207,6 +207,12 @@ def test_only_the_beginning_of_a_text_far_longer_than_the_context_is_tokenized(
         with pytest.raises(BadRequest, match="at least"):
             session.prepare(conversation)
         assert session.limit == "tokens" and max(longest) <= 8 * 4000
+    # The beginning has few tokens, and many follow.
+    template._tokenizer.add_tokens([" " * 100])
+    late = " " * 40_000 + "the rain " * 200_000
+    with pytest.raises(BadRequest, match="at least"):
+        sessions.open(0).prepare(Conversation(({"role": "user", "content": late},)))
+    assert max(longest) == 16 * 4000
     # Few tokens may have many characters.
     monkeypatch.setattr(template._encoder, "plain", lambda texts: [[5] * 50] * len(texts))
     assert len(sessions.open(0).prepare(huge).tokens) == 50

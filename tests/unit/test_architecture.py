@@ -109,6 +109,7 @@ TORCH_FREE = [
     "services/launch/*.py",
     "services/cluster_check/*.py",
     "services/planner/*.py",
+    "parallel/host_cores.py",
     "parallel/host_gpus.py",
     "parallel/layout.py",
     "parallel/stop_signals.py",

@@ -298,8 +298,14 @@ def test_launch_forgets_errors_of_an_earlier_start(
     logs.mkdir()
     Failure("error", "stale").write(logs / "rank_1.error")
     (logs / "rank_1.phase").write_text("stale")
+    for name in ("rank_0", "rank_0_1", "rank_5_3"):
+        (logs / f"{name}.agents").write_text("{}")
     assert launch(["kill"], 2, logs, program) == 1
-    assert "stale" not in capfd.readouterr().err
+    assert "stale" not in capfd.readouterr().err and not [*logs.glob("*.agents")]
+    for name in ("rank_1", "rank_1_2", "rank_10_2"):  # of other hosts, which start later
+        (logs / f"{name}.agents").write_text("{}")
+    launch_module._make_log_dir(logs, Share(first=1, count=1, world_size=11))
+    assert [one.name for one in logs.glob("*.agents")] == ["rank_10_2.agents"]
 
 
 def test_a_rank_is_heard_to_the_end_whose_launcher_has_no_stderr_any_more(

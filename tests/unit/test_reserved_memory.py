@@ -16,7 +16,9 @@ import torch
 
 from hybridrl.checkpoint import host_copies, reserved_memory
 from hybridrl.checkpoint.host_copies import HostCopies
+from hybridrl.checkpoint.reading import reading_threads
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
+from hybridrl.parallel.host_cores import cores_of_rank
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 4096  # of some chunks, and a part of one
@@ -162,3 +164,7 @@ def test_threads_take_half_of_a_rank_s_processors(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(os, "cpu_count", lambda found=num_cores: found)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=allowed: set(range(n)))
         assert threads_beside_training(num_ranks) == num_threads
+        own = min(num_cores // num_ranks, allowed)
+        assert cores_of_rank(num_ranks) == own and reading_threads(num_ranks) == max(
+            4, min(own, 16)
+        )

@@ -230,11 +230,12 @@ def _make_log_dir(log_dir: Path, share: Share) -> None:
     """Creates the folder, and removes what ranks of this launcher left at an earlier start."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for suffix in (".phase", ".error", RUNNING):
-            own = [f"rank_{index}" for index in range(share.first, share.first + share.count)]
-            for stem in ["rank_*"] if share.count == share.world_size else own:
-                for stale in log_dir.glob(stem + suffix):
-                    stale.unlink()
+        own = [f"rank_{index}" for index in range(share.first, share.first + share.count)]
+        for stem in ["rank_*"] if share.count == share.world_size else own:
+            # Ranks with agents have a file for each process that serves them.
+            for ending in (".phase", ".error", RUNNING, ".agents", "_*.agents"):
+                for stale in log_dir.glob(stem + ending):
+                    stale.unlink(missing_ok=True)
     except OSError as error:
         raise _no_logs(log_dir, error) from error
 
