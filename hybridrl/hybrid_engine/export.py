@@ -7,8 +7,8 @@ frees it. If writing fails, the rank keeps receiving, and all ranks raise its er
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,18 @@ def export_hf(
     places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES, config, kept)
     written: list[str] = []
     try:
-        for name, tensor in gather_tensors(source, shapes, dtype, peers, writers):
+        groups = places.together(shapes)
+        for name, tensor in gather_tensors(source, shapes, dtype, peers, writers, groups):
             if error is None:
                 try:
-                    written.append(places.write(partial, name, tensor))
+                    written += places.write(partial, name, tensor)
                 except OSError as caught:
                     error = _as_user_error(directory, caught)
         if kept is not None and error is None and peers.rank in writers:
             own = list(kept.shapes)[writers.index(peers.rank) :: len(writers)]
             try:
-                written += [places.write(partial, name, kept.read(name)) for name in own]
+                for name in own:
+                    written += places.write(partial, name, kept.read(name))
             except (UserError, OSError) as caught:
                 error = _as_user_error(directory, caught)
         results = peers.gather_objects((error, written))
@@ -109,10 +111,15 @@ def gather_tensors(
     dtype: torch.dtype,
     peers: Peers,
     writers: Sequence[int] = (0,),
+    groups: Iterable[Sequence[str]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each whole HF tensor on one of the `writers`, which take turns; collective.
 
     All ranks must exhaust the iterator, although it yields nothing on ranks outside `writers`.
+
+    Args:
+        groups: Names of all tensors, in groups whose tensors one rank receives after each other;
+            by default, each tensor is a group.
     """
     rank, layouts, tensors = peers.rank, source.layouts, source.tensors
     with torch.no_grad():
@@ -122,7 +129,8 @@ def gather_tensors(
     sent = wire_views(tensors, layouts[rank], wire_dtype)
     here = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     device = next((tensor.device for tensor in tensors.values()), torch.device(here))
-    rounds = _rounds(layouts, shapes, writers, wire_dtype.itemsize)
+    turns = _turns([(name,) for name in shapes] if groups is None else groups, writers)
+    rounds = _rounds(layouts, shapes, turns, wire_dtype.itemsize)
     while agreed := list(islice(rounds, ROUNDS_PER_AGREEMENT)):
         plans = [plan for plan, _ in agreed]
         own = [targets.get(rank, NOTHING) for _, targets in agreed]
@@ -136,17 +144,30 @@ def gather_tensors(
                 yield dests.popitem()
 
 
+def _turns(groups: Iterable[Sequence[str]], writers: Sequence[int]) -> list[dict[int, str]]:
+    """Returns for each round the name of the tensor that each writer receives.
+
+    Each group goes to the writer that has the fewest tensors so far.
+    """
+    queues: dict[int, list[str]] = {writer: [] for writer in writers}
+    for group in groups:
+        queues[min(queues, key=lambda one: len(queues[one]))] += group
+    rounds = zip_longest(*queues.values())
+    return [
+        {one: name for one, name in zip(queues, names, strict=True) if name is not None}
+        for names in rounds
+    ]
+
+
 def _rounds(
     layouts: Sequence[RankLayout],
     shapes: Mapping[str, Shape],
-    writers: Sequence[int],
+    turns: Iterable[Mapping[int, str]],
     itemsize: int,
 ) -> Iterator[tuple[Plan, dict[int, RankLayout]]]:
     """Yields each round's plan, and for each writer the layout of the tensor that it receives."""
     regions = [_by_hf_name(layout) for layout in layouts]
-    names = list(shapes)
-    for first in range(0, len(names), len(writers)):
-        round_of = dict(zip(writers, names[first : first + len(writers)], strict=False))
+    for round_of in turns:
         sources = [
             RankLayout(tuple(r for name in round_of.values() for r in own.get(name, ())), {})
             for own in regions

@@ -1,7 +1,8 @@
 """Reads and writes tensors in HF directories, rectangle by rectangle.
 
-Invariant: in addition to the destination, at most one tensor or rectangle is in memory. Every rank
-reads the headers of all files (headers.py), so all ranks reject the same directories.
+Invariant: in addition to the destination, at most one tensor or rectangle is in memory, and when
+writing, those of incomplete groups (`HfPlaces.together`). Every rank reads the headers of all files
+(headers.py), so all ranks reject the same directories.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -245,6 +245,9 @@ class HfPlaces:
     ) -> None:
         stored = stored_shapes(shapes)
         self._stacked: dict[str, StackPlace] = {}
+        # For a stack and an expert: the expert's part of the stack, and the matrices that it
+        # contains so far.
+        self._incomplete: dict[tuple[str, int], tuple[Tensor, set[str]]] = {}
         if has_transposed_stacks(config):
             # transformers takes square stacks for plain ones.
             self._stacked, stacks = expert_stacks(
@@ -319,37 +322,68 @@ class HfPlaces:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, directory: Path, name: str, tensor: Tensor) -> str:
-        """Writes one tensor, cast to its stored type, after `create`; returns `name`.
+    def together(self, names: Iterable[str]) -> list[tuple[str, ...]]:
+        """Returns the tensors in groups that one process must write; most groups are one tensor."""
+        groups: dict[object, list[str]] = {}
+        for name in names:
+            stacked = self._stacked.get(name)
+            key = name if stacked is None else (stacked.stack, stacked.expert)
+            groups.setdefault(key, []).append(name)
+        return [tuple(group) for group in groups.values()]
 
-        Several processes may write different tensors at the same time.
+    def write(self, directory: Path, name: str, tensor: Tensor) -> tuple[str, ...]:
+        """Writes one tensor, cast to its stored type, after `create`.
+
+        Several processes may write different tensors at the same time, if one of them writes all
+        tensors of each group (`together`). A group is written when its last tensor is passed.
+
+        Returns:
+            The names of the tensors that are now in the file.
+
+        Raises:
+            OSError: The file cannot be written.
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
         if (stacked := self._stacked.get(name)) is not None:
-            self._write_stacked(directory, stacked, tensor)
-            return name
+            return self._write_stacked(directory, name, stacked, tensor)
         place = StoredSlice.of(name)
-        file, offset = self._offsets[place.name]
         data = tensor.detach().to(device="cpu", dtype=self._dtypes[place.name])
         data = (data.T if place.is_transposed else data).contiguous()
-        offset += (place.index or 0) * data.nbytes
-        with (directory / file).open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
-        return name
+        self._write_at(directory, place.name, place.index or 0, data)
+        return (name,)
 
-    def _write_stacked(self, directory: Path, place: StackPlace, tensor: Tensor) -> None:
-        """Writes an expert's matrix into its part of a stack."""
-        file, offset = self._offsets[place.stack]
-        data = tensor.detach().to(device="cpu", dtype=self._dtypes[place.stack]).contiguous()
-        kind = np.dtype(f"i{data.element_size()}")
-        mapped = np.memmap(directory / file, kind, "r+", offset, self._stored[place.stack])
-        box = place.box(((0, data.size(0)), (0, data.size(1))))
-        integers = data.view(getattr(torch, f"int{8 * data.element_size()}")).numpy()
-        part = integers.T if place.is_transposed else integers
-        mapped[tuple(slice(*span) for span in box)] = part[None]
-        mapped.flush()
+    def _write_stacked(
+        self, directory: Path, name: str, place: StackPlace, tensor: Tensor
+    ) -> tuple[str, ...]:
+        """Collects the matrices that a stack contains of an expert, and writes them when they are
+        complete.
+
+        Transposed, they interleave in each row. Written at once, they are one range of the file;
+        otherwise, each would have to be added to what the file contains.
+        """
+        key = place.stack, place.expert
+        if key not in self._incomplete:
+            shape, dtype = self._stored[place.stack][1:], self._dtypes[place.stack]
+            self._incomplete[key] = torch.empty(shape, dtype=dtype), set()
+        part, names = self._incomplete[key]
+        matrix = tensor.detach().to(part.dtype)
+        matrix = (matrix.T if place.is_transposed else matrix).contiguous()
+        _, *box = place.box(((0, tensor.size(0)), (0, tensor.size(1))))
+        box_view(part, tuple(box)).copy_(matrix)
+        names.add(name)
+        if sum(math.prod(self._shapes[one]) for one in names) < part.numel():
+            return ()
+        del self._incomplete[key]
+        self._write_at(directory, place.stack, place.expert, part)
+        return tuple(names)
+
+    def _write_at(self, directory: Path, name: str, index: int, data: Tensor) -> None:
+        """Writes the part with this index of a stored tensor; all parts have the same size."""
+        file, offset = self._offsets[name]
+        with (directory / file).open("r+b") as opened:
+            opened.seek(offset + index * data.nbytes)
+            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
 
 class HfWriter:
@@ -410,8 +444,7 @@ class HfWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor; see `HfPlaces.write`."""
-        self._places.write(self.partial, name, tensor)
-        self._missing.discard(name)
+        self.wrote(self._places.write(self.partial, name, tensor))
 
     def wrote(self, names: Collection[str]) -> None:
         """Records that other processes have written these tensors."""
