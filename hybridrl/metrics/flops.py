@@ -12,16 +12,18 @@ computes the gradient of the input, if an earlier layer is trained; the other pr
 gradient of the weight, if the weight is trained. The backward pass of attention costs twice its
 forward pass. Only matrix products and attention count, not norms, rotary positions, softmax or the
 optimizer. In a gated delta net, the products with its state and its convolution count like
-attention.
+attention. A trained layer for multi-token prediction counts in updates, with its own pass of the
+head, whose weight gets no gradient from it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hybridrl.models.family import ModelShape
+from hybridrl.models.mtp import input_params, mtp_layer
 from hybridrl.models.trainable import ALL, BackwardShares
 
 # Dense bf16 tensor-core FLOP/s by words in the device's name; the first match is used. Source:
@@ -160,12 +162,21 @@ def train_flops(
 
     `backward` has the fractions that are computed; see `forward_flops` for other arguments.
     """
+    lengths = list(lengths)
     found = _forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params)
-    return round(
+    of_mtp = _mtp_train_flops(shape, lengths, head_tokens) if shape.has_mtp else 0
+    return of_mtp + round(
         found.weights * (1 + backward.flow + backward.weights)
         + found.attention * (1 + 2 * backward.attention)
         + found.head * (1 + backward.head_flow + backward.head_weights)
     )
+
+
+def _mtp_train_flops(shape: ModelShape, lengths: Sequence[int], head_tokens: int) -> int:
+    """Returns the FLOPs of an update for the layer for multi-token prediction."""
+    found = _forward(mtp_layer(shape), lengths, head_tokens, None, None, 0)
+    joined = 2 * input_params(shape) * sum(lengths)
+    return 3 * (joined + found.weights + found.attention) + 2 * found.head
 
 
 GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]

@@ -52,6 +52,16 @@ def mtp_rows(shape: ModelShape, layer: Sequence[Row]) -> tuple[Row, ...]:
     )
 
 
+def mtp_layer(shape: ModelShape) -> ModelShape:
+    """Returns the sizes of a model whose only layer is an MTP layer, a layer with attention."""
+    return replace(shape, num_layers=1, mixer=None, has_mtp=False)
+
+
+def input_params(shape: ModelShape) -> int:
+    """Returns the number of weights that join an embedding and a hidden state (`fc`)."""
+    return 2 * shape.hidden_size**2
+
+
 def mtp_rules(
     train: Any,
     has_policy: bool,

@@ -279,7 +279,7 @@ def _update_flops(
     """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
-    shape, adapters = policy.source.shape, policy.active_adapter_params
+    shape, adapters = policy.shape, policy.active_adapter_params
     return train_flops(shape, lengths, responses, None, shared, backward, adapters)
 
 

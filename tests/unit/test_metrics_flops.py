@@ -64,6 +64,16 @@ def test_forward_flops_of_qwen25_05b() -> None:
     assert train_flops(model, [3, 2], 4) == 3 * forward_flops(model, [3, 2], 4)
 
 
+def test_training_counts_the_layer_for_multi_token_prediction() -> None:
+    """One more layer with attention, 2 hidden² weights, and a head without weight gradients."""
+    plain = shape(QWEN25_05B)
+    trained = replace(plain, has_mtp=True)
+    layer = 7 * 2 * (14_909_440 + 2 * 896**2) + (10 + 6) * 4 * 896  # 4 and 3 positions
+    found = train_flops(trained, [4, 3], 5) - train_flops(plain, [4, 3], 5)
+    assert found == 3 * layer + 2 * 5 * 2 * 151_936 * 896
+    assert forward_flops(trained, [4, 3], 5) == forward_flops(plain, [4, 3], 5)
+
+
 def test_a_windowed_layer_counts_the_pairs_of_its_window() -> None:
     plain = replace(shape(QWEN25_05B), num_layers=3)
     windowed = replace(plain, window=4, num_whole_layers=1)
@@ -122,7 +132,13 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
     planner = SimpleNamespace(
         shares_prompts=True, shared_tokens=lambda batch, is_lookup=False: shared[id(batch)]
     )
-    model = SimpleNamespace(planner=planner, source=source, backward=ALL, active_adapter_params=0)
+    model = SimpleNamespace(
+        planner=planner,
+        source=source,
+        shape=source.shape,
+        backward=ALL,
+        active_adapter_params=0,
+    )
     policy: Any = SimpleNamespace(model=model)
     roles = Roles(source, policy, None, None, {"policy": None}, 0)  # type: ignore[dict-item]
     assert roles.flops(main, 0, {}) == {"generate": 0, "logprobs": one, "update": 3 * one}

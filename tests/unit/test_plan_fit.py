@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host, LocalGpu, smallest_local_gpu
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import with_margin
 from hybridrl.services.planner.hardware import GIB, ClusterFile, assume
@@ -24,6 +26,7 @@ from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text
 from hybridrl.services.planner.planned_models import planned_models
+from hybridrl.services.planner.sizes import fullest_stage
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -161,6 +164,38 @@ def test_what_it_proposes_is_valid_and_fits(
         ranks = int(ranks or world)
         assert check(changed, ranks) == []
         assert plan(changed, ranks)["fits"] is True
+
+
+def test_memory_counts_the_mtp_layer_and_what_it_stores() -> None:
+    path = MODELS / "qwen3.5-4b.json"
+    family, shape = read_model(None, read_model_config(config_of(path).model))
+    own = {"train.micro_batch_tokens": 8192, "train.recompute": "none", "train.tp": 2}
+    overrides = [f"{key}={value}" for key, value in own.items()]
+    configs = [config_of(path, *overrides, f"train.mtp_coef={value}") for value in (0, 0.1)]
+    plain, trained = (plan(config, 2)["memory"] for config in configs)
+    for one, memory in zip(configs, (plain, trained), strict=True):  # as searches count it
+        models, _ = planned_models(one)
+        assert models is not None
+        assumed, _ = assume(ClusterFile(), 2, Host())
+        assert assumed is not None
+        found = estimate(one, role_models(one, models, family, shape), 2, assumed).memory
+        assert (found.train, found.rollout) == (
+            memory["train_peak_bytes"],
+            memory["rollout_peak_bytes"],
+        )
+    layout = TrainLayout(2, tp=2)
+    num = (
+        fullest_stage(family, replace(shape, has_mtp=True), layout).num
+        - fullest_stage(family, shape, layout).num
+    )
+    # Queries and keys with their values; the feed-forward layer; four hidden sizes of the layer,
+    # and six of its inputs, their norms and the last norm.
+    per_token = (16 + 4) * 2 * 256 + 3 * 9216 + 10 * 2560
+    added = trained["train_peak_bytes"] - plain["train_peak_bytes"]
+    assert added == 18 * num + 2 * 8192 * per_token // 2
+    # Engines do not hold the layer. While they generate, its gradients use no memory.
+    added = trained["rollout_peak_bytes"] - plain["rollout_peak_bytes"]
+    assert added == 14 * num
 
 
 def test_that_nothing_fits_is_said() -> None:

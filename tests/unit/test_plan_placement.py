@@ -44,6 +44,7 @@ HALF = 4 * (MATRICES // 2 + NORMS) + 64 + EMBEDDING  # of two tensor-parallel ra
 PER_TOKEN = 4 * 64 + 2 * (4 + 2) * 16 + 3 * 96  # of a layer; see planning.memory._pass_bytes
 TOKENS, SAMPLES, LONGEST = 1024, 64, 64  # a replica has more samples than fit a micro-batch
 HEAD = 6 * TOKENS * 256 // 8  # scratch of the logits' chunks
+HALVES = 2 * 96 * TOKENS  # scratch elements: gradients of a feed-forward layer's halves
 KV = 2 * 2 * 16 * 4 * LONGEST  # elements of a request
 STAGING = 64 << 20
 
@@ -110,7 +111,7 @@ def test_a_policy_and_engines_apart_hold_only_their_own(here: Path) -> None:
     """On CPU, in float32: gradients and two moments beside the weights, no masters."""
     report = plan(here, 4, "placement.policy=0-1", "placement.rollout=2-3")
     trained = 4 * WHOLE + 8 * WHOLE // 2
-    passes = 4 * TOKENS * 4 * PER_TOKEN + HEAD
+    passes = 4 * TOKENS * 4 * PER_TOKEN + 4 * HALVES
     cache = 4 * KV * (SAMPLES // 2)
     assert peaks(report) == {
         "0-1": (["policy"], trained + 4 * WHOLE + passes, trained),
@@ -158,7 +159,7 @@ def test_a_critic_of_its_own_holds_no_engine_and_is_cut_as_it_says(here: Path, t
     found = peaks(plan(here, 4, *placed, own, algorithm="ppo"))
     part, replicas = (WHOLE, 2) if tp == 1 else (HALF, 1)
     trained = 4 * part + 8 * part // replicas
-    passes = (4 * TOKENS * 4 * PER_TOKEN + HEAD) // tp
+    passes = (4 * TOKENS * 4 * PER_TOKEN + 4 * HALVES) // tp
     assert found["2-3"] == (["critic"], trained + 4 * part + passes, trained)
     assert found["0-1"][0] == ["policy", "rollout"]
     alone = plan(here, 2)  # the same policy on two ranks, without a critic
@@ -211,7 +212,7 @@ def test_overlapping_ranks_hold_both(here: Path) -> None:
     )
     layers = 2 * (MATRICES + NORMS) + EMBEDDING
     stages = {"0-1": layers, "2-3": layers + 64}
-    passes = 2 * TOKENS * 2 * 2 * PER_TOKEN + HEAD  # two micro-batches are in the pipeline
+    passes = 2 * TOKENS * 2 * 2 * PER_TOKEN + 2 * HALVES  # two micro-batches are in the pipeline
     cache, own = 2 * KV // 2 * 256, 2 * HALF  # a fixed cache, with half of the heads
     # The world, pp, dp, dp with cp, pp with tp, and that of blocks; an engine's two.
     groups = {"0-1": 6, "2-3": 8, "4-5": 4}

@@ -304,6 +304,25 @@ def error_of_pass(case: dict[str, Any], name: str, tmp_path: Path) -> float:
     return seconds / (found["ms"] / 1e3) - 1
 
 
+def test_updates_of_the_mtp_layer_take_the_time_of_a_layer_and_a_second_head() -> None:
+    shape = read_model(None, json.loads((MODELS / "qwen3.5-4b.json").read_text()))[1]
+    assumed, _ = assume(ClusterFile(gpu="H200"), 1, Host())
+    assert assumed is not None
+    found = Packs(4, 4 * 16384, 4 * 16384 * 256, 4 * 8192)
+    plain, trained = (
+        PassTimes(one, TrainLayout(1), assumed, shape.vocab_size)
+        for one in (shape, replace(shape, has_mtp=True))
+    )
+    assert trained.forward_s(found) == plain.forward_s(found)  # no pass without gradients has it
+    attention = 2560 * (2 * 4096 + 2 * 1024) + 4096 * 2560
+    layer = 3 * 2 * found.tokens * (attention + 3 * 2560 * 9216 + 2 * 2560**2)
+    head = 2 * 2 * found.head_tokens * 2560 * shape.vocab_size
+    products_s = (layer + head) / (assumed.values["matrix_tflops"].value * 1e12)
+    for recompute in ("none", "full"):
+        added_s = trained.update_s(found, recompute, 0) - plain.update_s(found, recompute, 0)
+        assert products_s < added_s < 1.4 * products_s
+
+
 def test_a_pipeline_with_one_micro_batch_gains_nothing_and_one_with_many_nearly_all() -> None:
     shape = read_model(None, json.loads((MODELS / "qwen2.5-7b.json").read_text()))[1]
     assumed, _ = assume(ClusterFile(gpu="H200"), 4, Host())

@@ -73,7 +73,7 @@ def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -
     Raises:
         ModelError: A tensor cannot be sharded in the configured layout.
     """
-    family, shape = models[0].family, models[0].shape
+    family, shape = models[0].family, models[0].engine_shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
     traits = ENGINES[rollout.engine]
     sent, shared = held_family(rollout.engine, family, shape), 0

@@ -58,7 +58,7 @@ def estimate(
     tp, policy = rollout.tp if is_fused else 1, held[0]
     kept = 1.0  # share of the weights' bytes that quantization keeps
     if rollout.quantization == "fp8":
-        kept = engine / engine_elements(models[0].family, models[0].shape, tp, rollout.ep)
+        kept = engine / engine_elements(models[0].family, models[0].engine_shape, tp, rollout.ep)
     if models[0].family.lora is None:
         own = int(kept * _own_elements(layout, policy.held.num, tp))
         crossing = max(0, engine - shared - own)

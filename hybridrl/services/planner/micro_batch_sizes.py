@@ -70,7 +70,7 @@ def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
 
     Training makes the same decision on GPUs with transformer-engine (layers.py:shares_prompts).
     """
-    if config.train.mtp_coef:
+    if shape.has_mtp:
         return False
     if config.train.share_prompts is not None:
         return config.train.share_prompts

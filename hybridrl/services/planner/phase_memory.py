@@ -159,6 +159,11 @@ class RoleModel:
     own: Family | None = None
 
     @property
+    def engine_shape(self) -> ModelShape:
+        """Sizes of the model in an engine, which has no layer for multi-token prediction."""
+        return replace(self.shape, has_mtp=False)
+
+    @property
     def is_shared(self) -> bool:
         """Whether all weights are the policy's, as those of the reference without adapters."""
         return self.own is not None and not self.own.rows(self.shape)
@@ -457,6 +462,10 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     module stores that module's values instead of attention's. Tokens are assumed to be
     distributed evenly over the experts, and all layers to be mixtures of experts. A frozen model
     stores nothing for a backward pass: only one layer's values are in memory at a time.
+
+    The last stage also stores the values of a trained layer for multi-token prediction, which is
+    never recomputed: those of a layer with attention, its two inputs before and after their norms
+    joined (5 hidden sizes), and the output of its last norm.
     """
     model, layout = held.model, held.layout
     shape, parts = model.shape, layout.cp * layout.tp
@@ -464,7 +473,10 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     attention = shape.num_heads * (shape.head_dim + shape.value_dim)
     if (latent := shape.latent) is not None:
         attention += latent.query_rank + latent.cached_dim
-    key_rows, scratch = micro.key_rows, 0
+    key_rows, scratch, of_mtp = micro.key_rows, 0, 0
+    if shape.has_mtp:
+        per_token = (4 + 5 + 1) * shape.hidden_size + attention + key_size + 3 * shape.ffn_size
+        of_mtp = micro.positions * per_token * itemsize // parts
     if (mixer := shape.mixer) is not None:
         recurrent, share = mixer.stored_elements(shape.hidden_size), len(mixer.layers)
         key_rows = key_rows * (shape.num_layers - share) // shape.num_layers
@@ -503,7 +515,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
         scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
     images_kept, images_scratch = _image_bytes(held, itemsize, micro)
-    layers_bytes = kept * itemsize * stages // parts + images_kept * stages + scratch
+    layers_bytes = kept * itemsize * stages // parts + images_kept * stages + of_mtp + scratch
     return max(layers_bytes, images_scratch)
 
 

@@ -236,7 +236,9 @@ class _Sizes:
 
     def __init__(self, policy: RoleModel, placed: Placed) -> None:
         self._placed = placed
-        key = policy.family, policy.shape, placed.layout, policy.head
+        # The layouts of `placed` contain what engines receive, so no layer for multi-token
+        # prediction.
+        key = policy.family, policy.engine_shape, placed.layout, policy.head
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
     def of(self, model: RoleModel) -> dict[int, HeldModel]:

@@ -11,7 +11,7 @@ GPUs and transfers between nodes were not measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from hybridrl.config.rules_optimizer import OptimizerLevel, level_of
@@ -20,6 +20,7 @@ from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params, recurrent_flops
 from hybridrl.models.adapters.rows import num_active_adapter_parameters
 from hybridrl.models.family import ModelShape
+from hybridrl.models.mtp import input_params, mtp_layer
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.held_adapters import held_family
@@ -216,7 +217,7 @@ class PassTimes:
         added_s = found.num_micro * num_trained * GRADIENT_TRAFFIC / self._memory_rate
         of_tower = 1 + BACKWARD if trains_tower else 1.0
         passes_s = self._passes_s(found, factor, forward + backward, of_tower)
-        return PASS_S + passes_s + added_s
+        return PASS_S + passes_s + added_s + (self._mtp_s(found) if self.shape.has_mtp else 0.0)
 
     def optimizer_s(self, level: OptimizerLevel, num_trained: int, num_updated: int) -> float:
         """Returns the time of gradient reduction, optimizer step and parameter gather."""
@@ -263,6 +264,18 @@ class PassTimes:
             # not measured.
             each += self._host_s()[0] * self.shape.num_layers * largest
         return each * (found.num_micro + (stages - 1) / layout.vpp)
+
+    def _mtp_s(self, found: Packs) -> float:
+        """Returns the time of updates of the layer for multi-token prediction, which is never
+        recomputed. Its head has no weight gradient. The time was not measured.
+        """
+        layer = replace(self, shape=mtp_layer(self.shape))
+        joined = 2.0 * input_params(self.shape) * found.tokens
+        joined_s = joined / self._matrix_rate / (self.layout.tp * self.layout.cp)
+        gpu_s = (1 + BACKWARD) * (layer._layers_s(found) + joined_s)
+        gpu_s += (1 + BACKWARD / 2) * self._head_s(found)
+        host_s = found.num_micro * (HOST_FORWARD_S + HOST_BACKWARD_S)
+        return _beside(gpu_s, host_s)
 
     def _tower_s(self, work: TowerWork) -> float:
         """Returns the GPU time of the vision tower's forward passes; every rank of the first stage
