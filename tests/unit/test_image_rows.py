@@ -36,6 +36,7 @@ from hybridrl.data.supervised import _next_other
 from hybridrl.errors import BadRowError, DataError, ModelError, UserError
 from hybridrl.generation.saved_rollouts import prompt_digest
 from hybridrl.generation.spread import _key
+from hybridrl.models.vision import images as vision_images
 from hybridrl.models.vision.images import (
     FILE,
     GRID,
@@ -92,7 +93,8 @@ def load(tokenizer: Any, images: ImageTokens | None, *rows: Any, **knobs: Any) -
 def test_pixels_are_those_of_transformers(images: ImageTokens, size: tuple[int, int]) -> None:
     image = picture(3, *size)
     content = images.processor.content(file_of(image))
-    ours = pixel_values(images.processor, [content], torch.float32, torch.device("cpu")).numpy()
+    patches = images.processor.patches(content)
+    ours = pixel_values(images.processor, [patches], torch.float32, torch.device("cpu")).numpy()
     theirs = Qwen2VLImageProcessorPil(**PREPROCESSING)(image, return_tensors="np")
     assert np.array_equal(content.arrays[GRID], theirs["image_grid_thw"][0])
     assert np.array_equal(ours, theirs["pixel_values"])
@@ -526,7 +528,33 @@ def test_images_are_decoded_ahead_in_other_threads(
     for started in items._decoded.values():
         started.result()
     assert len(threads) == 2 and all(name.startswith("images") for name in threads)
-    items.decode_ahead(contents[2:3])
+    for _ in range(3):  # every engine step asks again; the next ones are kept
+        items.decode_ahead(contents)
+        assert list(items._decoded) == [contents[0].key, contents[1].key]
+    items.decode_ahead(contents[1:])  # the first request was given up
     assert list(items._decoded) == [contents[1].key, contents[2].key]
     items._decoded[contents[2].key].result()
     assert len(threads) == 3
+
+
+def test_images_that_were_decoded_ahead_are_not_decoded_again(
+    images: ImageTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if all of them exceed the memory of recent images."""
+    processor, decodes = images.processor, list[int]()
+    monkeypatch.setattr(vision_images, "_RECENT", vision_images._Recent(1))
+    monkeypatch.setattr(vllm_images, "MAX_AHEAD", 3)
+    resized = ImageProcessor.resized
+
+    def counted(self: ImageProcessor, content: Any) -> Any:
+        decodes.append(1)
+        return resized(self, content)
+
+    monkeypatch.setattr(ImageProcessor, "resized", counted)
+    contents = [processor.content(file_of(picture(seed, 24, 24))) for seed in range(50, 58)]
+    items = vllm_images.PixelItems(processor, torch.float32)
+    for index, content in enumerate(contents):
+        for _ in range(3):
+            items.decode_ahead(contents[index:])
+        items.patches_of(content)
+    assert len(decodes) == len(contents) and not items._decoded

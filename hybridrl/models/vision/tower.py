@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3VLVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -68,9 +70,12 @@ def build_tower(vision: VisionShape, dtype: torch.dtype, device: torch.device) -
 
 
 def pixel_values(
-    processor: ImageProcessor, images: Sequence[Content], dtype: torch.dtype, device: torch.device
+    processor: ImageProcessor,
+    patches: Iterable[NDArray[np.uint8]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Returns what a tower reads, (P, C) of `dtype`, for the P patches of the images.
+    """Returns what a tower reads, (P, C) of `dtype`, for the P patches of several images.
 
     A still image fills both frames of a patch. Bytes go to the device, and are normalized there by
     a table, whose float32 values are rounded once.
@@ -79,8 +84,8 @@ def pixel_values(
     values_N = torch.from_numpy(processor.channel_values()).to(dtype).flatten().to(device)
     first_C = torch.arange(3, dtype=torch.int32, device=device)[:, None, None] * 256
     parts = []
-    for image in images:
-        byte_PCHW = torch.from_numpy(processor.patches(image)).to(device, non_blocking=True)
+    for of_image in patches:
+        byte_PCHW = torch.from_numpy(of_image).to(device, non_blocking=True)
         index_PCHW = byte_PCHW + first_C
         patch_PCHW = values_N.index_select(0, index_PCHW.flatten()).view(index_PCHW.shape)
         parts.append(patch_PCHW[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1))
@@ -94,7 +99,7 @@ def image_features(
     decoder layers, each (N, D).
     """
     weight = tower.patch_embed.proj.weight
-    values_PC = pixel_values(processor, images, weight.dtype, weight.device)
+    values_PC = pixel_values(processor, map(processor.patches, images), weight.dtype, weight.device)
     grids = torch.tensor([image.arrays[GRID].tolist() for image in images], device=weight.device)
     return _run(tower, values_PC, grids)
 

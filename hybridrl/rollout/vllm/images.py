@@ -15,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.family import ModelShape
@@ -84,21 +86,29 @@ class PixelItems:
     def __init__(self, processor: ImageProcessor, dtype: torch.dtype) -> None:
         self._processor, self._dtype = processor, dtype
         self._items: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._decoded: dict[str, Future[Any]] = {}
+        self._decoded: dict[str, Future[NDArray[np.uint8]]] = {}
         self._pool = ThreadPoolExecutor(NUM_DECODERS, "images")
 
     def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Starts to decode images in other threads, for which `features_of` then waits."""
-        for content in contents:
-            if content.key in self._decoded or content.key in self._items:
-                continue
+        """Starts to decode images in other threads, for which `features_of` then waits.
+
+        Args:
+            contents: All images that may be needed next, in order; of these, at most MAX_AHEAD are
+                held. Others, such as those of aborted requests, are forgotten.
+        """
+        following = {content.key: content for content in contents}
+        for key in [key for key in self._decoded if key not in following]:
+            self._decoded.pop(key).cancel()
+        for key, content in following.items():
             if len(self._decoded) >= MAX_AHEAD:
-                oldest = next(iter(self._decoded))
-                if not self._decoded[oldest].done():
-                    return
-                del self._decoded[oldest]  # its patches are among the recent ones
-            started = self._pool.submit(self._processor.patches, content)
-            self._decoded[content.key] = started
+                return
+            if key not in self._decoded and key not in self._items:
+                self._decoded[key] = self._pool.submit(self._processor.patches, content)
+
+    def patches_of(self, content: Content) -> NDArray[np.uint8]:
+        """Returns an image's patches; waits for them if they are being decoded ahead."""
+        started = self._decoded.pop(content.key, None)
+        return self._processor.patches(content) if started is None else started.result()
 
     def sizes(self, contents: Iterable[Content]) -> dict[str, int]:
         """Returns the bytes of each different image's values, by key."""
@@ -132,10 +142,10 @@ class PixelItems:
 
         if (found := self._items.get(content.key)) is not None:
             return found
-        if (started := self._decoded.pop(content.key, None)) is not None:
-            started.result()  # its patches are now among the recent ones
         grids = torch.from_numpy(content.arrays[GRID])[None]
-        values = pixel_values(self._processor, [content], self._dtype, torch.device("cpu"))
+        values = pixel_values(
+            self._processor, [self.patches_of(content)], self._dtype, torch.device("cpu")
+        )
         given: Any = {"pixel_values": values, "image_grid_thw": grids}
         fields: Mapping[str, Any] = {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),
