@@ -42,6 +42,19 @@ def image_tokens(config: Config, vision: VisionShape | None) -> int:
         return 0
     if config.layout.mean_image_tokens is not None:
         return min(config.layout.mean_image_tokens, config.data.max_prompt_tokens)
+    return largest_image(config, vision)
+
+
+def work_for_prompts(config: Config, vision: VisionShape | None, num_prompts: float) -> TowerWork:
+    """Returns the work of forward passes over the images of usual prompts; none without a tower."""
+    if vision is None:
+        return TowerWork()
+    images = image_tokens(config, vision)
+    return tower_work(vision, num_prompts * images, min(images, largest_image(config, vision)))
+
+
+def largest_image(config: Config, vision: VisionShape) -> int:
+    """Returns the number of tokens of the largest image that a prompt may contain."""
     token = (vision.patch_size * vision.merge_size) ** 2
     return min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
 
@@ -51,7 +64,7 @@ def tower_work(vision: VisionShape, num_tokens: float, per_image: float) -> Towe
 
     Args:
         num_tokens: Number of all images' tokens.
-        per_image: Number of one image's tokens.
+        per_image: Number of one image's tokens. Patches attend only to their own image.
     """
     matrices = {name: prod(size) for name, size in vision.tensors.items() if len(size) > 1}
     merging = sum(size for name, size in matrices.items() if "merger" in name)
@@ -94,9 +107,7 @@ def engine_bytes(config: Config, vision: VisionShape | None, itemsize: int) -> i
     """Returns the memory that an engine needs to compute images."""
     if vision is None:
         return 0
-    token = (vision.patch_size * vision.merge_size) ** 2
-    largest = min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
-    return scratch_bytes(vision, max(largest, ENGINE_TOKENS), itemsize)
+    return scratch_bytes(vision, max(largest_image(config, vision), ENGINE_TOKENS), itemsize)
 
 
 def images_report(

@@ -26,7 +26,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
-from hybridrl.services.planner.image_costs import TowerWork, image_tokens, tower_work
+from hybridrl.services.planner.image_costs import TowerWork, image_tokens, work_for_prompts
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.muon_costs import orthogonalization_flops
 from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of
@@ -151,9 +151,11 @@ def packs(
     num_micro = ceil(num_units / max(1, budget // unit))
     pairs = num_units * prompt**2 / 2 + samples * response * (prompt + response / 2)
     tokens = num_units * prompt + samples * response
-    tower, images = TowerWork(), image_tokens(config, shape.vision)
-    if shape.vision is not None:
-        tower = tower_work(shape.vision, num_units * images, images)
+    # A micro-batch computes an image once for all its samples. Balancing by length distributes the
+    # units of a prompt over the micro-batches of all replicas as if at random.
+    num_prompts = ceil(samples * dp / per_prompt)
+    missed = (1 - 1 / (num_micro * dp)) ** (num_units * dp / num_prompts)
+    tower = work_for_prompts(config, shape.vision, num_micro * num_prompts * (1 - missed))
     return Packs(num_micro, tokens, pairs, samples * response, tower)
 
 
@@ -418,10 +420,9 @@ def generation_s(
     num_prompts = ceil(steps.prompts_per_step / replicas)
     prefill_s = 2.0 * params * num_prompts * lengths.prompt / tp / (PREFILL_SHARE * matrix)
     if shape.vision is not None:  # the images of each prompt are computed once
-        images = image_tokens(config, shape.vision)
-        work = tower_work(shape.vision, num_prompts * images, images)
+        work = work_for_prompts(config, shape.vision, num_prompts)
         prefill_s += work.flops / tp / (TOWER_SHARE * matrix) + work.traffic / tp / memory
-        prefill_s += num_prompts * images * IMAGE_TOKEN_S
+        prefill_s += num_prompts * image_tokens(config, shape.vision) * IMAGE_TOKEN_S
     # A decoding step reads only the embedding rows of its tokens, unless the embedding is also the
     # output layer.
     itemsize = itemsize_of(config, on_gpu=True)
