@@ -482,6 +482,27 @@ def test_long_rows_with_images_are_left_out(tokenizer: Any, images: ImageTokens)
     assert (left_out.num, left_out.num_bad) == (1, 0)
 
 
+@pytest.mark.parametrize("kind", ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"))
+def test_files_of_all_formats_are_read(kind: str) -> None:
+    image = Image.new("RGB", (20, 10), (0, 0, 255))
+    found = vision_images.decoded(file_of(image, kind))
+    assert found.size == (20, 10) and found.mode == "RGB"
+    assert np.abs(np.asarray(found).astype(int) - np.asarray(image)).max() < 8
+
+
+@pytest.mark.parametrize("most", (255, 65535))
+def test_images_of_16_bits_are_converted_in_strips(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_images, "STRIP_PIXELS", 50)
+    values = np.random.default_rng(0).integers(0, most + 1, (33, 21), np.uint16)
+    values[-1, -1] = most  # decides how all strips are scaled
+    expected = (values / (257 if most > 255 else 1)).round()
+    for kind in ("PNG", "TIFF"):
+        found = np.asarray(vision_images.decoded(file_of(Image.fromarray(values), kind)))
+        assert np.array_equal(found, np.repeat(expected[..., None], 3, axis=2))
+
+
 def test_recent_images_are_decoded_once(images: ImageTokens, monkeypatch: Any) -> None:
     content = images.processor.content(file_of(picture(77, 24, 16)))
     first = images.processor.patches(content)

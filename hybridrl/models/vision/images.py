@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 IMAGE = "image"
 """Kind of the contents that this module makes."""
 FILE, GRID = "file", "grid"  # arrays of such a content
-MAX_DECODED_PIXELS = 1 << 26  # a file that decodes to more is refused: 192 MiB of memory
+# A file that decodes to more is refused. Decoding one takes about 0.5 GiB of memory: Pillow stores
+# 4 bytes for each RGB or RGBA pixel, and an image with transparency is copied onto white.
+MAX_DECODED_PIXELS = 1 << 26
+STRIP_PIXELS = 1 << 20  # of an image of 16 bits per pixel, converted at once
 MAX_ASPECT = 200  # of Qwen-VL's processors
 CACHE_BYTES = 512 << 20
 # Pillow's other formats start programs, or have decoders that few people test.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+# JPEG includes MPO, under which name Pillow finds no reader and fails for all formats after it.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Classes that Pillow raises for damaged files.
 _DAMAGE = (
     OSError,
@@ -191,9 +195,11 @@ def decoded(data: bytes) -> Image.Image:
         if image.mode.startswith(("I", "F")):
             return _from_wide(image)
         if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-            return Image.alpha_composite(white, image).convert("RGB")
+            if image.mode != "RGBA":
+                image = image.convert("RGBA")
+            white = Image.new("RGB", image.size, (255, 255, 255))
+            white.paste(image, mask=image)
+            return white
         return image.convert("RGB")
     except _DAMAGE as error:
         reason = " ".join(str(error).split())[:120]
@@ -204,10 +210,14 @@ def _from_wide(image: Image.Image) -> Image.Image:
     """Returns an image of 16 bits per pixel as RGB; Pillow would clip it to 255."""
     from PIL import Image
 
-    values = np.asarray(image).astype(np.float64)
-    if values.max(initial=0) > 255:
-        values = values / 257
-    grey = Image.fromarray(values.round().clip(0, 255).astype(np.uint8), "L")
+    _, largest = image.getextrema()
+    divisor = 257 if largest > 255 else 1
+    grey = Image.new("L", image.size)
+    step = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, step):
+        strip = image.crop((0, top, image.width, min(top + step, image.height)))
+        values = np.asarray(strip).astype(np.float64) / divisor
+        grey.paste(Image.fromarray(values.round().clip(0, 255).astype(np.uint8), "L"), (0, top))
     return grey.convert("RGB")
 
 
