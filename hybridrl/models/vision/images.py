@@ -210,8 +210,8 @@ def _from_wide(image: Image.Image) -> Image.Image:
     """Returns an image of 16 bits per pixel as RGB; Pillow would clip it to 255."""
     from PIL import Image
 
-    _, largest = image.getextrema()
-    divisor = 257 if largest > 255 else 1
+    extrema: Any = image.getextrema()
+    divisor = 257 if extrema[1] > 255 else 1
     grey = Image.new("L", image.size)
     step = max(1, STRIP_PIXELS // image.width)
     for top in range(0, image.height, step):
