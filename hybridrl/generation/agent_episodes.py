@@ -361,14 +361,17 @@ class AgentEpisodes:
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
 
+    @property
+    def _num_in_engine(self) -> int:
+        return len(self._owners) - len(self._paused)
+
     def _steps_between_events(self) -> int:
         """Returns the number of engine steps from one exchange of events to the next, the same on
         all ranks of the replica.
         """
         if self._replica.num_ranks == 1:
             return 1
-        num_in_engine = len(self._owners) - len(self._paused)
-        return min(MAX_STEPS, 1 + num_in_engine // REQUESTS_PER_STEP)
+        return min(MAX_STEPS, 1 + self._num_in_engine // REQUESTS_PER_STEP)
 
     def _collected(
         self, host: Host, last: Sequence[Completion], blocks: bool, num_steps: int
@@ -413,8 +416,7 @@ class AgentEpisodes:
                 self._held.append(turn)
             else:
                 own.append((episode, turn))
-        num_in_engine = len(self._owners) - len(self._paused)
-        if blocks or self._admission.is_due(len(own), num_in_engine, num_steps):
+        if blocks or self._admission.is_due(len(own), self._num_in_engine, num_steps):
             requests += [(episode.key, self._request(episode, turn)) for episode, turn in own]
         else:
             self._held += [turn for _, turn in own]
