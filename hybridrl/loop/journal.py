@@ -238,7 +238,7 @@ class Journal(Observer):
             return
         pictures = SamplePictures(self.folder / ROLLOUTS)
         samples = sample_records(scored, learned, scorer, self.world, pictures)
-        with self.world.all_agree("writing samples"):
+        with self.world.all_agree("writing samples"), pictures:
             if self.is_writer:
                 self.dump.write(step, samples)
                 for sink in self.sample_sinks:

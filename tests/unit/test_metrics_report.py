@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from tiny_images import file_of
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.loop.sample_pictures import SamplePictures
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
-from hybridrl.models.vision.images import FILE, IMAGE
+from hybridrl.models.vision.images import FILE, IMAGE, ImageFault
 from hybridrl.services.report import page_data
 from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, write_report
 from hybridrl.services.report.page_data import evenly, read_run
@@ -174,8 +176,8 @@ def test_images_of_samples_are_small_copies_within_the_page(
         picture = Image.new("RGBA", size, (200, 0, 0, 0))
         arrays = {FILE: np.frombuffer(file_of(picture), np.uint8)}
         contents.append(Content(IMAGE, number, 1, f"{number}" * 64, arrays))
-    pictures = SamplePictures(run / "rollouts")
-    names = pictures.write([*contents, contents[0]])
+    with SamplePictures(run / "rollouts") as pictures:
+        names = pictures.write([*contents, contents[0]])
     assert names == ["0" * 32, "1" * 32, "0" * 32] and not list(run.rglob("*.partial"))
     sizes = [Image.open(run / "rollouts" / "images" / f"{name}.jpg").size for name in names]
     assert sizes == [(384, 128), (40, 30), (384, 128)]
@@ -191,6 +193,34 @@ def test_images_of_samples_are_small_copies_within_the_page(
     assert any("img-src data:;" in value for _, value in page.attributes)
     monkeypatch.setattr(page_data, "MOST_IMAGE_BYTES", 100)
     assert not read_run(run, "a").images
+
+
+def test_copies_of_photographs_are_decoded_small_and_damage_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, threads, load = list[tuple[int, int]](), set[str](), JpegImageFile.load
+
+    def loaded(self: JpegImageFile) -> object:
+        sizes.append(self.size)
+        threads.add(threading.current_thread().name)
+        return load(self)
+
+    monkeypatch.setattr(JpegImageFile, "load", loaded)
+    photo = Image.radial_gradient("L").resize((3200, 1600)).convert("RGB")
+    files = [file_of(photo, "JPEG"), b"no image"]
+    one, bad = (
+        Content(IMAGE, 0, 1, digit * 64, {FILE: np.frombuffer(data, np.uint8)})
+        for digit, data in zip("ab", files, strict=True)
+    )
+    with SamplePictures(tmp_path) as pictures:
+        (name,) = pictures.write([one])
+    assert sizes[0] == (800, 400) and all(one.startswith("pictures") for one in threads)
+    with Image.open(tmp_path / "images" / f"{name}.jpg") as copy:
+        expected = photo.resize(copy.size)
+        assert copy.size == (384, 192)
+        assert np.abs(np.asarray(copy).astype(int) - np.asarray(expected)).mean() < 3
+    with pytest.raises(ImageFault, match="not an image"), SamplePictures(tmp_path) as pictures:
+        pictures.write([bad])
 
 
 def test_every_dump_has_its_share_of_images(
