@@ -42,6 +42,7 @@ OTHERS = {
     "_checkpoint_offset",  # torch
     "cuda_stream",  # torch
     "_get_sequence_number_for_group",  # torch
+    "cancel",  # concurrent.futures
     "engine_pieces",  # csrc/
     "set_engine_piece",  # csrc/
     "without_seeds",  # set by sglang/sampling.py
