@@ -41,17 +41,17 @@ def compute_exactly(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         part: Any = module
         if isinstance(part, LinearBase):
-            part.quant_method.apply = _linear
+            part.quant_method.apply = linear
         elif isinstance(part, RMSNorm | GemmaRMSNorm):
-            part.forward = partial(_norm, part, isinstance(part, GemmaRMSNorm))
+            part.forward = partial(norm, part, isinstance(part, GemmaRMSNorm))
         elif isinstance(part, SiluAndMul):
             part.forward = ops.invariant_swiglu
         elif isinstance(part, GeluAndMul):
             part.forward = partial(_gelu_and_mul, part.approximate)
         elif isinstance(part, RotaryEmbedding):
-            part.forward = partial(_rotate, part)
+            part.forward = partial(rotate, part)
         elif isinstance(part, LogitsProcessor):
-            part._apply_head = _logits
+            part._apply_head = logits
         elif isinstance(part, Attention):
             part.impl.forward = partial(_attend_by_tokens, part.impl.forward)
         elif not isinstance(part, VocabParallelEmbedding) and any(_own(part)):
@@ -67,13 +67,15 @@ def _own(part: torch.nn.Module) -> Iterator[bool]:
     return (True for _ in part.parameters(recurse=False))
 
 
-def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Takes the place of a linear layer's product."""
     rows = ops.invariant_linear(x.reshape(-1, x.size(-1)), layer.weight, bias)
     return rows.view(*x.shape[:-1], -1)
 
 
-def _norm(norm: Any, is_centered: bool, x: Tensor, residual: Tensor | None = None) -> Any:
-    arguments = norm.weight.data, norm.variance_epsilon, is_centered
+def norm(layer: Any, is_centered: bool, x: Tensor, residual: Tensor | None = None) -> Any:
+    """Takes the place of a norm's `forward`."""
+    arguments = layer.weight.data, layer.variance_epsilon, is_centered
     if residual is not None:
         return ops.invariant_add_rms_norm(x, residual, *arguments)
     return ops.invariant_rms_norm(x, *arguments)[0]
@@ -84,7 +86,7 @@ def _gelu_and_mul(approximate: str, x: Tensor) -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
-def _rotate(
+def rotate(
     rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Rotates by the formula of Megatron and transformers, which round every product."""
@@ -97,7 +99,8 @@ def _rotate(
     return turned(query), None if key is None else turned(key)
 
 
-def _logits(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+def logits(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Takes the place of the product with the output layer."""
     return ops.invariant_logits(hidden, lm_head.weight)
 
 

@@ -24,6 +24,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.family import Rotary
 from hybridrl.models.megatron.packed_exactly import Bounds, EngineKernels, rotary_table
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
+from hybridrl.rollout.vllm.exact import linear, logits, norm, rotate
 
 # Length of the longest sequence of queries that the kernel is told, at least.
 LEAST_QUERIES = 2
@@ -46,16 +47,16 @@ def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
     for name, module in model.named_modules():
         part: Any = module
         if isinstance(part, LinearBase):
-            part.quant_method.apply = _linear
+            part.quant_method.apply = linear
         elif isinstance(part, RMSNorm):
-            part.forward = partial(_norm, part)
+            part.forward = partial(norm, part, False)
         elif isinstance(part, SiluAndMul):
             part.forward = ops.invariant_swiglu
         elif isinstance(part, RotaryEmbedding):
             part.cos_sin_cache = _table(rotary, part.cos_sin_cache)
-            part.forward = partial(_rotate, part)
+            part.forward = partial(rotate, part)
         elif isinstance(part, LogitsProcessor):
-            part._apply_head = _logits
+            part._apply_head = logits
         elif isinstance(part, Attention):
             part.impl.forward = partial(_attend_unsplit, part.impl.forward)
         elif not isinstance(part, VocabParallelEmbedding) and any(
@@ -69,18 +70,6 @@ def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
             )
 
 
-def _linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = ops.invariant_linear(x.reshape(-1, x.size(-1)), layer.weight, bias)
-    return rows.view(*x.shape[:-1], -1)
-
-
-def _norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    arguments = norm.weight.data, norm.variance_epsilon, False
-    if residual is not None:
-        return ops.invariant_add_rms_norm(x, residual, *arguments)
-    return ops.invariant_rms_norm(x, *arguments)[0]
-
-
 def _table(rotary: Rotary, cache_LD: Tensor) -> Tensor:
     """Returns vLLM's cosines and sines, computed from the trainer's frequencies.
 
@@ -89,22 +78,6 @@ def _table(rotary: Rotary, cache_LD: Tensor) -> Tensor:
     frequencies = rotary_frequencies(rotary, cache_LD.size(1)).to(cache_LD.device)
     position_L = torch.arange(len(cache_LD), device=cache_LD.device, dtype=torch.float32)
     return rotary_table(torch.outer(position_L, frequencies), cache_LD.dtype)
-
-
-def _rotate(
-    rotary: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    table_LD, row_T = rotary._match_cos_sin_cache_dtype(query), positions.flatten()
-
-    def turned(x: Tensor) -> Tensor:
-        heads = x.view(len(row_T), -1, rotary.head_size)
-        return ops.invariant_rotate(heads, table_LD, row_T).view(x.shape)
-
-    return turned(query), None if key is None else turned(key)
-
-
-def _logits(lm_head: Any, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.invariant_logits(hidden, lm_head.weight)
 
 
 def _attend_unsplit(
