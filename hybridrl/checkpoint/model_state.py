@@ -139,8 +139,8 @@ def load_model(
 def _adopt_learning_rates(optimizers: Sequence[Any], loaded: Mapping[Any, Any]) -> None:
     """Replaces the saved bounds of the learning rate with those of the configuration.
 
-    Megatron-Core 0.17 and newer finds the saved values of a parameter group by these bounds, among
-    others, and would find none in a run that goes on with another learning rate.
+    Megatron-Core 0.19 uses these bounds, among other values, to find the saved state of a parameter
+    group. In a run that goes on with another learning rate, it would find none.
     """
     parts = [loaded] if len(optimizers) == 1 else [loaded[i] for i in range(len(optimizers))]
     for optimizer, part in zip(optimizers, parts, strict=True):

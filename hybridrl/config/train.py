@@ -71,7 +71,7 @@ class TrainConfig(Section):
     freeze: OptionalTexts = None
     """Parts of the model that are not trained: vision, embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns for HF parameter names such as model.layers.*.mlp.*. Frozen parts have no gradients and no optimizer state; a critic's value head is always trained. By default all parts are trained except a vision tower, because RL on images rarely needs to change it; [] trains the tower too."""
     mtp_coef: float = Field(0.0, ge=0)
-    """Coefficient of the loss of the model's layer for multi-token prediction, which predicts the token after the next and drafts tokens in engines. Only this layer's parameters get gradients from it. Adam's steps hardly depend on the value, but the gradient norm does: 0.1 trains the layer and leaves room for the policy under train.clip_grad. The default is 0: the layer is exported unchanged, because training it needs prompts that are not shared."""
+    """Coefficient of the loss of the model's layer for multi-token prediction. This layer predicts the token after the next one, and engines use it to draft tokens. Only its own parameters get gradients from this loss. Adam's steps hardly depend on the coefficient, but the gradient norm that train.clip_grad limits does; with 0.1, most of it remains for the policy. With the default, 0, the layer is exported unchanged, because training it requires that samples do not share their prompts."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     """Implementation of the decoder layers. The default, 'auto', uses transformer-engine if it works, because its layers are faster."""
     delta_rule: Literal["auto", "torch", "triton"] = "auto"

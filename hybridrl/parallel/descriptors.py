@@ -41,8 +41,9 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
 
 
 def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
-    """Returns the size of each gloo group that Megatron-Core creates for a layout: 0.19 the last
-    three of `others`, too, and 0.16 all but these.
+    """Returns the size of each gloo group that Megatron-Core 0.19 creates for a layout.
+
+    Version 0.16 does not create the last three groups of `others`.
     """
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
