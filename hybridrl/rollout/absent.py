@@ -1,7 +1,4 @@
-"""A placeholder for ranks without an engine: it generates nothing and receives no weights.
-
-With it, the training loop, the sampler and the hybrid engine run the same code on every rank.
-"""
+"""A placeholder for ranks without an engine, so that the same code runs on every rank."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ from hybridrl.rollout.engine import Request
 
 
 class AbsentEngine(QueuedEngine):
-    """Implements `RolloutEngine` and `WeightTarget` for a rank without an engine.
-
-    `finish_update` records the version, as other ranks' engines do.
-    """
+    """Generates nothing and receives no weights; records versions as other ranks' engines do."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         if requests:

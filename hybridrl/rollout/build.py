@@ -1,7 +1,4 @@
-"""Inputs of rollout engines, and the function that builds an engine by its name.
-
-Every adapter's `build` takes `EngineInputs` and uses the fields that it needs.
-"""
+"""Inputs of rollout engines, and the function that builds an engine by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from hybridrl.rollout.registry import ENGINES, load_symbol
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Inputs for one rank's part of an engine.
+    """Inputs for one rank's part of an engine, of which each adapter uses some.
 
     Args:
         max_tokens: Maximum number of tokens in a prompt and its response.
@@ -83,11 +80,11 @@ class SharingEngine(EngineAdapter, Protocol):
 
 @runtime_checkable
 class AdapterEngine(EngineAdapter, Protocol):
-    """An engine with the trait `takes_adapters`, of a family with adapters.
+    """An engine with the trait `takes_adapters`, of a family with adapters. Each request names its
+    adapter.
 
-    It holds several adapters at the same time, and each request names its adapter. Weight transfers
-    write the policy's adapter, which is part of `tensors`. The others are written by
-    common/other_adapters.py, between `begin_update` and `finish_update`.
+    Weight transfers write the policy's adapter, which is part of `tensors`. The others are written
+    by common/other_adapters.py, between `begin_update` and `finish_update`.
     """
 
     @property
@@ -95,9 +92,7 @@ class AdapterEngine(EngineAdapter, Protocol):
         """Names of all adapters, the policy's first."""
 
     def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
-        """Returns the memory of an adapter, by the names that the policy's adapter has in `layout`.
-        Raises KeyError for an unknown name.
-        """
+        """Returns an adapter's memory by the policy's names in `layout`; KeyError if unknown."""
 
 
 def build(inputs: EngineInputs) -> EngineAdapter:

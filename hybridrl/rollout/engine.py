@@ -1,11 +1,8 @@
-"""Interface of all rollout engines: `submit`, `step` and `collect`, and `generate`, which calls
-them.
+"""Interface of all rollout engines: requests, completions, `RolloutEngine` and seeds. No torch.
 
-Owns the request and completion types, the protocol `RolloutEngine` and the seeds of requests. Owns
-no model and imports no torch. Invariant: the response to a request depends only on its prompt, its
-seed, its sampling parameters and the weights, but not on the other requests in the batch (apart
-from float rounding). An unfinished request that is saved with its tokens can therefore continue in
-any engine.
+Invariant: the response to a request depends only on its prompt, its seed, its sampling parameters
+and the weights, but not on the other requests in the batch (apart from float rounding). An
+unfinished request that is saved with its tokens can therefore continue in any engine.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether logits depend on the request's earlier tokens: penalties, or a minimum length."""
+        """Whether logits depend on earlier tokens: penalties, or a minimum length."""
         are_penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
         return are_penalties or self.min_new_tokens > 0
 
@@ -149,9 +146,7 @@ class Request(_Versioned):
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
-        """Rebuilds a request from the result of `saved_fields` after a round trip through JSON,
-        without the prompt's contents.
-        """
+        """Rebuilds a request from `saved_fields`, without the prompt's contents."""
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
         rebuilt: dict[str, Any] = {
             **sequences,
@@ -165,11 +160,7 @@ class Request(_Versioned):
 
 
 def unknown_adapter(request: Request, adapters: Sequence[str]) -> Iterator[ValueError]:
-    """Yields an error if a request names an adapter that an engine with adapters does not hold.
-
-    Args:
-        adapters: Names of the engine's adapters; empty for an engine without adapters.
-    """
+    """Yields an error if a request names an adapter that an engine with adapters does not hold."""
     if adapters and request.adapter not in (None, *adapters):
         yield ValueError(
             f"request {request.request_id} names adapter {request.adapter!r}; the engine has "
@@ -235,8 +226,7 @@ class RolloutEngine(Protocol):
         """The version passed to the last `finish_update`; -1 before the first call."""
 
     @property
-    def has_unfinished(self) -> bool:
-        """Whether any submitted request is unfinished."""
+    def has_unfinished(self) -> bool: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests without any computation. Raises ValueError if an id is in use."""
@@ -251,23 +241,17 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
 
     def clear(self) -> None:
-        """Drops all requests and all responses that were not collected; must not be called during a
-        step.
-        """
+        """Drops all requests and uncollected responses; must not be called during a step."""
 
     def memory(self) -> Mapping[str, Holding]:
-        """Returns the memory that the engine occupies on this rank's device during rollout, by
-        purpose.
-        """
+        """Returns the engine's memory on this rank's device during rollout, by purpose."""
 
     def close(self) -> None:
         """Releases memory and process groups; the engine cannot be used afterwards."""
 
 
 def check_versions(name: str, num: int, first: int | None, versions: Versions) -> None:
-    """Raises ValueError unless `versions` is empty or covers exactly `num` tokens, ascends, and
-    begins with the version `first`.
-    """
+    """Raises ValueError unless `versions`, if any, covers `num` tokens, ascending from `first`."""
     if not versions:
         return
     numbers, counts = zip(*versions, strict=True)
@@ -291,9 +275,7 @@ def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReas
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, turn: int = 0) -> int:
-    """Returns the 63-bit seed for one turn of a sample; it is equal in all processes and after
-    restarts.
-    """
+    """Returns the 63-bit seed for a turn of a sample, equal in all processes and after restarts."""
     named = f"{run_seed}/{step}/{sample_id}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -304,8 +286,8 @@ def generate(
     requests: Sequence[Request],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
-    """Runs requests on an idle engine until all are finished, and returns their completions in the
-    order of the requests. Calls `on_progress` with (finished, total) whenever requests finish.
+    """Runs requests on an idle engine until all are finished, and returns their completions in
+    order. Calls `on_progress` with (finished, total) whenever requests finish.
     """
     if engine.has_unfinished or engine.collect():
         raise RuntimeError(
@@ -341,11 +323,10 @@ class RunningRequest:
         self._num_recorded = {name: len(one) for name, one in request.blobs.items()}
 
     def num_recorded(self, name: str = ROUTED_EXPERTS) -> int:
-        """Returns the number of positions for which a blob has rows."""
         return self._num_recorded.get(name, 0)
 
     def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
-        """Appends rows to a blob, for positions that begin at `start`, which must not exceed
+        """Appends rows to a blob, for positions from `start` on, which must not exceed
         `num_recorded`. Rows for positions that already have a row are ignored.
         """
         num = self.num_recorded(name)
@@ -377,17 +358,13 @@ class RunningRequest:
         return found
 
     def drop_unsettled(self) -> None:
-        """Drops the recorded rows for positions after which no token was drawn, because new weights
-        will recompute these positions.
-        """
+        """Drops recorded rows for positions without a drawn token, which new weights recompute."""
         settled = self.blobs
         self._recorded = {name: [rows] for name, rows in settled.items()}
         self._num_recorded = {name: len(rows) for name, rows in settled.items()}
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
-        """Appends a token that weights `version` generated; returns the completion if it is the
-        last token.
-        """
+        """Appends a token from weights `version`; returns the completion if it is the last."""
         if self._runs and self._runs[-1][0] == version:
             self._runs[-1][1] += 1
         else:
@@ -413,8 +390,8 @@ class RunningRequest:
     def extend(
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
-        """Appends one or more tokens that weights `version` generated. Returns the completion if
-        the last of them ends the response; raises RuntimeError if an earlier one ends it.
+        """Appends tokens from weights `version`. Returns the completion if the last of them ends
+        the response; raises RuntimeError if an earlier one ends it.
         """
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
         earlier = tokens[:-1]

@@ -17,12 +17,7 @@ from hybridrl.rollout.registry import ENGINES
 
 
 def held_family(engine: str, family: Family, shape: ModelShape) -> Family:
-    """Returns the family with only the adapters that the engine holds.
-
-    Args:
-        engine: Name of the engine.
-        family, shape: Family and sizes of the policy.
-    """
+    """Returns the policy's family with only the adapters that the engine holds."""
     if not any(_violations(engine, family, shape)):
         return family
     held = without_expert_adapters(family)
@@ -30,9 +25,7 @@ def held_family(engine: str, family: Family, shape: ModelShape) -> Family:
 
 
 def merging_notice(engine: str, family: Family, shape: ModelShape) -> str | None:
-    """Returns a sentence that names the adapters that are merged for the engine, and the reason;
-    None if the engine holds all of them.
-    """
+    """Returns a sentence that names the adapters merged for the engine, and why, if any."""
     reason = next(_violations(engine, family, shape), None)
     if reason is None:
         return None
@@ -45,9 +38,6 @@ def merged_transport_rules(
 ) -> Iterator[UserError]:
     """Yields an error if ranks should read merged weights in each other's memory, where only the
     adapters and the weights without them are.
-
-    Args:
-        family, shape: Family with adapters, and sizes of the model.
     """
     if rollout.transport != "peer":
         return

@@ -13,13 +13,7 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Iterator[UserError]:
-    """Yields an error if an engine cannot generate with a model's recurrent layers.
-
-    Args:
-        engine: Name of the engine.
-        records_experts: Whether the engine records the experts that routers choose.
-        shape: Sizes of the policy.
-    """
+    """Yields an error if an engine cannot generate with a model's recurrent layers."""
     if shape.mixer is None:
         return
     traits = ENGINES[engine]
@@ -38,9 +32,7 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
 
 
 def _takes(engine: str, mixer: MixerShape) -> bool:
-    """Whether an engine supports a kind of recurrent layers. Engines with their own layers have
-    only gated delta nets.
-    """
+    """Whether an engine has recurrent layers; engines' own layers are only gated delta nets."""
     traits = ENGINES[engine]
     is_known = isinstance(mixer, DeltaShape) or not traits.has_fused_parameters
     return traits.takes_recurrent_layers and is_known

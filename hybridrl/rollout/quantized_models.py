@@ -15,10 +15,7 @@ def quantized_model_rules(
     rollout: RolloutConfig, train: TrainConfig, family: Family, shape: ModelShape
 ) -> Iterator[UserError]:
     """Yields the reasons why engines cannot hold a model's weights or its KV cache in FP8, or why
-    the trainer cannot multiply by blocks of FP8 weights.
-
-    Args:
-        family, shape: Family without adapters, and sizes of the model.
+    the trainer cannot multiply by blocks of FP8 weights. `family` has no adapters.
     """
     found = _unsupported_part(shape)
     for key, is_on, off in (
@@ -65,7 +62,6 @@ def cpu_rules(quantization: str, kv_cache_dtype: str, is_cpu: bool) -> Iterator[
 
 
 def _unsupported_part(shape: ModelShape) -> str | None:
-    """Returns the part of a model that was not implemented in FP8, if any."""
     if shape.latent is not None:
         return "latent attention, whose engines compute with 16-bit copies of weights"
     if shape.vision is not None:

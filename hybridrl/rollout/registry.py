@@ -1,8 +1,7 @@
 """Table of rollout engines: their names, and their traits, on which other code may rely. No torch.
 
-Owns names and traits, and rejects unknown names. Code outside this table and the adapters uses
-traits and never checks an engine's name or class. rollout/build.py imports an adapter when its
-engine starts; the engine's package is checked before any rank starts.
+Code outside this table and the adapters never checks an engine's name or class. rollout/build.py
+imports an adapter when its engine starts; the engine's package is checked before any rank starts.
 """
 
 from __future__ import annotations
@@ -204,16 +203,12 @@ ENGINES = {
 
 
 def usual_engine(has_gpus: bool) -> str:
-    """Returns the engine for a starter configuration, which is the table's first engine that suits
-    the host.
-    """
+    """Returns the engine for a starter configuration: the first that suits the host."""
     return next(name for name, traits in ENGINES.items() if traits.runs_on_gpus or not has_gpus)
 
 
 def offered_engines() -> list[str]:
-    """Returns the engines that messages and help texts list. `scripted`, which replays a test's
-    responses, is accepted but never listed.
-    """
+    """Returns the engines to list; not `scripted`, which replays a test's responses."""
     return [name for name, traits in ENGINES.items() if traits.computes]
 
 

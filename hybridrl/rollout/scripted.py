@@ -1,7 +1,6 @@
 """A rollout engine that replays scripted responses, for tests and runs without real sampling.
 
-The engine behaves like a real one (queue, one token per step, weight updates) but has no model: it
-stores received weights and never reads them.
+It has a queue, one token per step and weight updates, but never reads the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ScriptedEngine(QueuedEngine):
     """Implements `RolloutEngine` and `WeightTarget` without a model.
 
     Args:
-        script: Source of the responses; it may depend only on the request's prompt, seed and id.
+        script: Source of the responses; may depend only on the request's prompt, seed and id.
         shapes: Shapes of the HF tensors that the engine receives, by name.
         max_batch: Maximum number of requests that advance together.
     """
@@ -73,7 +72,6 @@ class ScriptedEngine(QueuedEngine):
         self._responses.clear()
 
     def step(self) -> None:
-        """Appends the next scripted token to each of the first `max_batch` unfinished requests."""
         self._check_weights()
         for number, row in list(islice(self._rows.items(), self._max_batch)):
             tokens, logps = self._responses[number]
@@ -91,9 +89,7 @@ class ScriptedEngine(QueuedEngine):
 
 def uniform_script(vocab_size: int) -> Script:
     """Returns a script that draws all tokens with equal probability, from the request's seed.
-
-    A response ends when a stop token happens to be drawn, or at the limit. Top-k, top-p and
-    temperature have no effect.
+    Top-k, top-p and temperature have no effect.
     """
 
     def answer(request: Request) -> Response:

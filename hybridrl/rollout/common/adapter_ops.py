@@ -1,7 +1,6 @@
 """Operations that add an adapter's product to a layer's output, registered with torch so that
-torch.compile does not look into them.
-
-A x is computed on a second stream of the GPU, next to the layer's own product.
+torch.compile does not look into them. A x is computed on a second stream, next to the layer's
+product.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _library.define("adapter_up(Tensor(a!) y, Tensor down, Tensor x, Tensor[] bs, Te
 
 @cache
 def _second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Returns the second stream of a stream on which layers run. Each has its own: the memory of
-    A x may be used again as soon as the stream has passed `_up`.
+    """Returns the second stream of a stream. Each has its own: the memory of A x may be used again
+    as soon as the stream has passed `_up`.
     """
     return torch.cuda.Stream(current.device)
 

@@ -46,8 +46,7 @@ class TokensDifferError(RuntimeError):
 class _Sums(Protocol):
     """Exchanges one checksum per rank and step."""
 
-    def publish(self, step: int, own: int) -> None:
-        """Publishes this rank's checksum of a step."""
+    def publish(self, step: int, own: int) -> None: ...
 
     def wait(self, step: int) -> list[int]:
         """Waits for the checksums of all ranks; called once for each step, in order."""
@@ -60,8 +59,8 @@ class TokenAgreement:
         ranks: Global ranks of the replica.
         sums: Exchange of checksums; None for a replica of one rank.
         steps_ahead: Number of steps that a rank may start before it knows whether its peers drew
-            the same tokens: 1 if the engine starts a batch and then waits for the previous batch; 0
-            if it waits for the batch that it started.
+            the same tokens: 1 if the engine starts a batch and then waits for the previous batch;
+            otherwise 0.
     """
 
     def __init__(self, ranks: Sequence[int], sums: _Sums | None, steps_ahead: int = 0) -> None:
@@ -74,8 +73,8 @@ class TokenAgreement:
     def over(
         cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
     ) -> TokenAgreement:
-        """Returns the agreement of a gloo group's ranks; collective over the group. `timeout_s`
-        limits the wait for a peer; None means half an hour.
+        """Returns the agreement of a gloo group's ranks; collective. `timeout_s` limits waits for a
+        peer.
         """
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
@@ -89,9 +88,7 @@ class TokenAgreement:
         return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
     def report(self, names: Sequence[str], tokens: Sequence[int]) -> None:
-        """Publishes the tokens that this rank drew: the names of the requests, and one token per
-        name.
-        """
+        """Publishes the tokens that this rank drew, one for each request name."""
         if self._sums is None or self._difference is not None:
             return
         self._step += 1
@@ -100,8 +97,7 @@ class TokenAgreement:
         self._unsettled.append(self._step)
 
     def settle(self, is_last: bool = False) -> None:
-        """Waits for all ranks' reports, except for the last `steps_ahead` steps; with `is_last`,
-        for all steps.
+        """Waits for all ranks' reports, except for the last `steps_ahead` steps unless `is_last`.
 
         Raises:
             TokensDifferError: Ranks drew different tokens. Raised on all ranks, and again before
@@ -135,7 +131,6 @@ class _Members:
     size: int
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every rank's `value`, in order."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
@@ -160,9 +155,7 @@ class _GatheredSums:
 
 
 class _SharedSums:
-    """Exchanges checksums in memory that a host's ranks share; a word contains a step and its
-    checksum.
-    """
+    """Exchanges words of a step and its checksum in memory that a host's ranks share."""
 
     def __init__(self, members: _Members, ranks: Sequence[int], timeout_s: float) -> None:
         memory = peer_memory.allocate(KEPT_STEPS * 8, CPU, timeout_s, members)
@@ -195,7 +188,6 @@ class _SharedSums:
         return word
 
     def _check_peer(self, place: int, step: int, waited_s: float) -> None:
-        """Raises RuntimeError if a peer has ended or exceeds the time limit."""
         rank, peer = self._ranks[place], self._peers[place]
         if peer is not None and _has_ended(peer):
             raise RuntimeError(f"rank {rank} ended before its engine finished step {step}")

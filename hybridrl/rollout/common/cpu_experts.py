@@ -1,6 +1,5 @@
-"""Computes mixtures of experts on CPUs, for engines whose own CPU code is wrong or missing.
-
-vllm/experts.py and sglang/start.py explain why each engine needs this module.
+"""Computes mixtures of experts on CPUs, for engines whose own CPU code is wrong or missing
+(vllm/experts.py, sglang/start.py).
 """
 
 from __future__ import annotations

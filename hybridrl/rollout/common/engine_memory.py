@@ -1,9 +1,8 @@
 """The memory that an engine releases while the policy trains: its weights and its KV cache.
 
-Weights and KV cache consist of pieces of physical memory whose addresses stay reserved. Parameters,
-caches and CUDA graphs therefore become valid again once memory is mapped at these addresses. This
-module creates, maps and releases pieces. The module replaces the engines' own sleep mode, which
-cannot exclude pieces that are lent to training (lending.py).
+Both consist of pieces of physical memory whose addresses stay reserved, so that parameters, caches
+and CUDA graphs become valid again once memory is mapped at these addresses. The module replaces the
+engines' own sleep mode, which cannot exclude pieces that are lent to training (lending.py).
 
 Invariants: a lent piece stays mapped at the engine's address. Other data in the same pieces (tables
 of addresses) is intact whenever the engine is awake.
@@ -27,10 +26,7 @@ Span: TypeAlias = tuple[int, int]  # first address, and end address (exclusive)
 
 
 class EnginePiece(Protocol):
-    """A piece of memory in the engine's allocator: address, size (a multiple of the driver's
-    granularity), tag and driver handle. The allocator releases the memory when the engine shuts
-    down.
-    """
+    """A piece of memory in the engine's allocator, which releases it when the engine shuts down."""
 
     @property
     def address(self) -> int: ...
@@ -45,7 +41,7 @@ class EnginePiece(Protocol):
         """Tells the allocator that no memory is mapped at this piece."""
 
     def set_handle(self, handle: int) -> None:
-        """Tells the allocator the handle of the memory that is now mapped."""
+        """Tells the allocator the driver handle of the memory that is now mapped."""
 
 
 class SleepingMemory(Protocol):
@@ -77,7 +73,6 @@ def blocks_in_use() -> list[Span]:
 
 
 def blocks_of(piece: EnginePiece, blocks: Iterable[Span]) -> list[Span]:
-    """Returns the blocks that lie within a piece."""
     end = piece.address + piece.num_bytes
     return [one for one in blocks if piece.address <= one[0] < end]
 
@@ -96,14 +91,8 @@ def check_caches(
     key: str,
     version: str,
 ) -> None:
-    """Raises UserError if an engine's KV cache is outside its pieces, because it could not be
-    released for training.
-
-    Args:
-        caches, num_bytes: Caches that were found, and their expected total size.
-        pieces: Pieces of the engine's allocator.
-        key, version: Configuration key that selects the engine, and the engine's version, for the
-            message.
+    """Raises UserError if part of an engine's KV cache, expected to have `num_bytes`, is outside
+    its pieces and so cannot be released. `key` and `version` name the engine in the message.
     """
     spans = [(piece.address, piece.address + piece.num_bytes) for piece in pieces]
     found = 0
@@ -126,7 +115,6 @@ def own_memory(
     renewed: Sequence[Tensor],
     padded: Sequence[Tensor],
 ) -> EngineMemory:
-    """Returns the memory of an engine on this rank's device; see `EngineMemory`."""
     return EngineMemory(DeviceMapping(device), pieces, blocks_in_use(), renewed, padded)
 
 
@@ -192,15 +180,11 @@ class EngineMemory:
 
     @property
     def released_bytes(self) -> int:
-        """Total size of tensors that currently have no memory, which torch's allocator still
-        counts.
-        """
+        """Bytes of tensors that have no memory now, which torch's allocator still counts."""
         return sum(self._used_bytes[address] for address in self._asleep)
 
     def sleep(self) -> None:
-        """Releases all pieces that are neither lent nor already released. Saves all data except
-        weights and caches.
-        """
+        """Releases all pieces that are not lent. Saves all data except weights and caches."""
         self._mapping.wait()  # a sync point: no kernel may use memory that is unmapped
         if self._has_others and self._others:
             _copy(self._in_place(), self._saved)
@@ -232,9 +216,9 @@ class EngineMemory:
                 self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
     def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
-        """Lends released pieces; see `lending.MemoryLender`. Pieces with weights are lent first,
-        because they need no clearing. Raises RuntimeError if the engine is awake, because its data
-        would be overwritten.
+        """Lends released pieces; see `lending.MemoryLender`. Those with weights need no clearing
+        and go first. Raises RuntimeError if the engine is awake, because its data would be
+        overwritten.
         """
         free = [one for one in self._pieces if one.address not in self._lent]
         if any(one.address not in self._asleep for one in free):

@@ -27,14 +27,9 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # layer number in names of modul
 class ExpertsBySlot:
     """Stores the experts of each slot of a live engine's KV cache.
 
-    Must be created before graphs are captured, because the buffer's address must not change.
-
-    Args:
-        num_slots: Number of slots, including slots for padding tokens.
-        found: Indices of the layers whose routers can be observed.
-
-    Raises:
-        ModelError: If `found` differs from the layers with experts.
+    Must be created before graphs are captured, because the buffer's address must not change. Raises
+    ModelError if `found`, the layers with observable routers, are not the layers with experts.
+    `num_slots` includes slots for padding tokens.
     """
 
     def __init__(
@@ -66,13 +61,10 @@ class ExpertsBySlot:
         self._by_slot[slots_T, index] = experts_TK.to(self.dtype)
 
     def write_all(self, slots_T: Tensor, experts_TLK: Tensor) -> None:
-        """Stores the experts that all `layers` chose for the tokens at these slots."""
         self._by_slot[slots_T] = experts_TLK
 
     def read(self, slots_T: Tensor) -> Array:
-        """Returns the experts at these slots, of shape (T, layers * experts per token). Raises
-        RuntimeError if nothing was stored at a slot.
-        """
+        """Returns the experts at slots, (T, layers * K); RuntimeError if a slot has none."""
         # A sync point: once per finished request, and once for all requests that are removed
         # together.
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
@@ -84,9 +76,7 @@ class ExpertsBySlot:
         return experts
 
     def record(self, rows: Sequence[RunningRequest], slots: Sequence[Tensor]) -> None:
-        """Records experts for the next positions of each request; `slots` are these positions'
-        slots.
-        """
+        """Records experts for the next positions of each request, at these positions' `slots`."""
         if not rows:
             return
         experts = self.read(torch.cat(list(slots)))
@@ -95,12 +85,10 @@ class ExpertsBySlot:
             row.record(row.num_recorded(), part)
 
     def forget(self) -> None:
-        """Clears all slots, because the weights change."""
         self._by_slot.fill_(self._nothing)
 
 
 def unfit(engine: str, value: str, allowed: str) -> ModelError:
-    """Returns the error for a model or cache whose experts an engine cannot record."""
     return ModelError(
         "config.json",
         value,

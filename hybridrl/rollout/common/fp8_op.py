@@ -1,7 +1,6 @@
-"""The product of tokens and FP8 weights as an operation of torch, into which torch.compile does not
-look, so that every call can choose the way by its number of tokens.
-
-Few tokens are multiplied without being rounded to FP8, more tokens by the engine's own product.
+"""The product of tokens and FP8 weights as an operation of torch, which torch.compile does not look
+into, so that every call can choose: few tokens are multiplied without being rounded to FP8, more
+tokens by the engine's own product.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ _engines: list[Product] = []
 
 
 def multiply_many_tokens_by(product: Product) -> None:
-    """Sets the engine's own product of rows, (M, K), weights, (N, K), and scales. All engines of a
-    process must have the same product.
-    """
+    """Sets the engine's product of rows, (M, K), weights, (N, K), and scales, one per process."""
     _engines[:] = [product]
 
 

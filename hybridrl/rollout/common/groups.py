@@ -1,6 +1,4 @@
-"""Builds the process groups of packages' engines, over the ranks that a layout assigns to each
-replica.
-"""
+"""Builds packages' process groups over the ranks that a layout assigns to replicas."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ from hybridrl.rollout.common.process_state import replaced
 def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
     """Returns the global ranks of this rank's replica, in tensor-parallel order.
 
-    Raises:
-        ValueError: If the ranks do not ascend. torch sorts a group's ranks but engines do not, so
-            an engine would silently generate wrong tokens.
+    Raises ValueError if they do not ascend. torch sorts a group's ranks but engines do not, so an
+    engine would silently generate wrong tokens.
     """
     replica, _ = layout.place(rank)
     places = {other: layout.place(other) for other in layout.ranks}
@@ -45,9 +42,8 @@ def ranks_by_place(layout: RolloutLayout) -> list[int]:
 def over_layout(
     layout: RolloutLayout, build: Callable[..., Any], knows_replicas: bool
 ) -> Callable[..., Any]:
-    """Returns a function that builds an engine's process groups over a layout's ranks. The function
-    translates positions to global ranks and calls `build`. Positions cover all replicas if
-    `knows_replicas`, otherwise one replica.
+    """Returns a function that calls `build` with an engine's groups, translated to a layout's
+    ranks. Positions in groups cover all replicas if `knows_replicas`, otherwise one replica.
     """
     ranks, tp = ranks_by_place(layout), layout.tp
     starts = [0] if knows_replicas else range(0, len(ranks), tp)
@@ -63,9 +59,7 @@ def over_layout(
 def engine_world(
     parallel_state: Any, size: int, build_group: Callable[..., Any], build_world: Callable[..., Any]
 ) -> Iterator[None]:
-    """Context manager: a package that builds its process groups in this context calls these
-    functions, and sees a job with `size` ranks.
-    """
+    """Makes a package build its groups with these functions, and see a job of `size` ranks."""
     distributed, torch_view = View(dist), View(torch)
     distributed.get_world_size = lambda group=None: (
         size if group is None else dist.get_world_size(group)
@@ -82,11 +76,9 @@ def engine_world(
 def check_groups(
     package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
 ) -> None:
-    """Raises RuntimeError if a package's existing groups do not match the layout; removes groups
-    whose default group was destroyed.
-
-    A package keeps its groups in `parallel_state` until the process ends. `open_engines` lists the
-    engines that were not stopped; the list is cleared when groups are removed.
+    """Raises RuntimeError if a package has groups for other ranks, kept until the process ends.
+    Removes those whose default group was destroyed, and then clears `open_engines`, the engines
+    that were not stopped.
     """
     world = parallel_state._WORLD
     if world is None:
@@ -109,9 +101,7 @@ def check_groups(
 
 
 def end_groups(parallel_state: Any) -> None:
-    """Destroys a package's groups. The package's own shutdown would also destroy the default group,
-    which belongs to the trainer.
-    """
+    """Destroys a package's groups; its own shutdown would destroy the default group too."""
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

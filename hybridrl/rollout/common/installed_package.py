@@ -1,8 +1,6 @@
-"""Checks engines' installed packages: their versions, and the versions of torch and transformers
-that they need.
+"""Checks engines' packages, and the torch and transformers that they need, by their metadata.
 
-Reads only package metadata, so that a configuration can be checked before any rank imports an
-engine.
+No rank needs to import an engine for this.
 """
 
 from __future__ import annotations
@@ -60,13 +58,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
 
 @contextmanager
 def changed_parts_explained(version: str, support: Support) -> Iterator[None]:
-    """Context manager: raises UserError if an untested version of a package fails because it lacks
-    something that hybridrl uses.
-
-    Args:
-        version: Name and version of the installed package.
-        support: Supported versions of the package.
-    """
+    """Raises UserError if an untested version of a package lacks something that hybridrl uses."""
     name, number = version.split()
     try:
         yield
@@ -93,9 +85,7 @@ def refused_start(key: str, package: str, message: str, version: str) -> UserErr
 
 
 def too_small_cache(longest: int, capacity: int | None) -> UserError:
-    """Returns the error for a KV cache that is too small for the longest request; `capacity` is the
-    cache's size in tokens (None if unknown).
-    """
+    """Returns the error for a KV cache (of `capacity` tokens) too small for the longest request."""
     at_most = "less" if capacity is None or capacity <= 0 else f"at most {capacity}"
     return UserError(
         "data.max_prompt_tokens + rollout.max_new_tokens",

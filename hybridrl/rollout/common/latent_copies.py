@@ -1,10 +1,8 @@
-"""Repairs latent attention in vLLM and SGLang: updates the engines' copies of weights, and sets the
-epsilons of norms.
+"""Repairs latent attention in vLLM and SGLang: copies of weights, and epsilons of norms.
 
-For decoding, an engine multiplies queries and outputs by the up-projection of keys and values.
-After loading, it splits and transposes this weight, `kv_b_proj`, into two copies. This module
-updates the copies in place whenever the weight changes, because CUDA graphs contain their
-addresses.
+For decoding, an engine splits and transposes `kv_b_proj`, the up-projection of keys and values,
+into two copies. This module updates them in place whenever the weight changes, because CUDA graphs
+contain their addresses.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 @dataclass(frozen=True)
 class LatentCopies:
-    """Names of attributes in a package's attention layers: the two copies, and the number N of
-    heads on this rank.
+    """Attributes of a package's attention layers: the copies, and the number N of heads on this
+    rank.
 
     `keys` has shape (N, P, L), `values` has shape (N, L, V). The layer's `kv_b_proj.weight` has
     shape (N * (P + V), L): for each head, P rows for its key, then V rows for its value.
@@ -59,16 +57,12 @@ class LatentCopies:
                 )
 
     def is_copy(self, name: str) -> bool:
-        """Whether a parameter is one of the copies, which are parameters in some versions and plain
-        attributes in others.
-        """
+        """Whether a parameter is a copy; in some versions copies are plain attributes."""
         return name.rpartition(".")[2] in (self.keys, self.values)
 
     @torch.no_grad()
     def absorb(self, model: torch.nn.Module) -> None:
-        """Updates every layer's copies of the up-projection; does nothing in a model without
-        copies.
-        """
+        """Updates every layer's copies of the up-projection."""
         for _, copy, source in self._copies(model):
             copy.copy_(source)
 
@@ -94,8 +88,8 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Sets the epsilon of latent norms to LATENT_EPS, because vLLM and SGLang use the epsilon of
-    the model's other norms, which differs in Moonlight. Must run before graphs are captured.
+    """Sets the epsilon of latent norms, where vLLM and SGLang use that of other norms (Moonlight's
+    differs). Must run before graphs are captured.
     """
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS

@@ -1,8 +1,4 @@
-"""Names an engine's live parameters as in the weight layout, and shares memory with the trainer's
-parameters.
-
-Used for packages' engines, whose parameters have the layout of `fused_layout`.
-"""
+"""Names a package's live parameters as `fused_layout` does, and shares the trainer's memory."""
 
 from __future__ import annotations
 
@@ -58,9 +54,9 @@ def share(
     layout_name: Names,
     wide: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Replaces engine parameters by views of trainer parameters with the same content. Returns
-    these views by their names in the layout; a stack of experts is one view. Parameters in `wide`
-    (wide_routers.py) are not replaced, but their views are returned, too.
+    """Replaces engine parameters by views of trainer parameters with the same content, except those
+    in `wide` (wide_routers.py). Returns all views by name in the layout; a stack of experts is one
+    view.
     """
     if shard is None:
         return {}

@@ -1,8 +1,8 @@
-"""Writes the adapters that an engine holds in addition to the policy's: an earlier version of the
-policy, or adapters in PEFT directories, for evaluations.
+"""Writes the adapters that an engine holds in addition to the policy's, for evaluations: an earlier
+version of the policy, or adapters in PEFT directories.
 
 All ranks of a replica call these functions between `begin_update` and `finish_update`, which also
-clears cached keys and values. The policy's own adapter is written by weight transfers.
+clears cached keys and values.
 """
 
 from __future__ import annotations
@@ -23,27 +23,17 @@ from hybridrl.rollout.build import AdapterEngine
 
 
 def keep_policy(engine: AdapterEngine, name: str) -> None:
-    """Copies the policy's present adapter into another adapter of an engine.
-
-    Args:
-        engine: Engine in which the policy's adapter is complete.
-        name: Name of the adapter that receives the copy.
-    """
+    """Copies the policy's present adapter, which must be complete, into the adapter `name`."""
     policy, other = engine.adapter_tensors(POLICY), engine.adapter_tensors(name)
     with torch.inference_mode():
         torch._foreach_copy_([other[key] for key in policy], list(policy.values()))
 
 
 def read_adapter(engine: AdapterEngine, name: str, adapter: PeftAdapter) -> None:
-    """Reads this rank's part of a PEFT directory into an adapter of an engine.
+    """Reads this rank's part of a PEFT directory into an engine's adapter `name`.
 
-    Args:
-        name: Name of the engine's adapter to write.
-        adapter: Adapter of the engine's base model in a PEFT directory. Its scale, rank and targets
-            may differ from the policy's.
-
-    Raises:
-        CheckpointError: The engine has no slots for a layer, or too small ones.
+    `adapter` is of the engine's base model; its scale, rank and targets may differ from the
+    policy's. Raises CheckpointError if the engine has no slots for a layer, or too small ones.
     """
     own = dict(engine.adapter_tensors(name))
     layout = _layout_of(adapter, adapter_layout(engine))
@@ -55,7 +45,6 @@ def read_adapter(engine: AdapterEngine, name: str, adapter: PeftAdapter) -> None
 
 
 def _layout_of(adapter: PeftAdapter, policy: RankLayout) -> RankLayout:
-    """Returns the layout of another adapter in the slots of the policy's."""
     held = {region.hf for region in policy.regions}
     rank, regions = adapter.lora.rank, []
     for region in policy.regions:

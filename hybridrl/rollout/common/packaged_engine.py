@@ -80,18 +80,13 @@ class StartInputs:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the engine runs on the CPU."""
         return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedPackage:
-    """A package's engine after its start.
-
-    Args:
-        model: The engine's module on this rank.
-        tp_group: Gloo group of the replica's ranks.
-        version: Name and version of the package, for messages.
+    """A package's engine after its start, with its module and the gloo group of the replica's
+    ranks.
     """
 
     model: torch.nn.Module
@@ -114,10 +109,9 @@ def _load_as_in_files(load: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 class ExpertRecorder(Protocol):
-    """Records the experts that routers choose."""
+    """Records the experts that routers choose; `forget` drops them when weights change."""
 
-    def forget(self) -> None:
-        """Drops all records, because the weights change."""
+    def forget(self) -> None: ...
 
 
 Live = TypeVar("Live", bound=StartedPackage)
@@ -127,16 +121,15 @@ Recorder = TypeVar("Recorder", bound=ExpertRecorder)
 class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     """Implements `RolloutEngine` and `WeightTarget` with one rank's part of a package's engine.
 
-    Construction and `close` are collective over the ranks that have an engine. `shard` contains the
-    trainer's parameters on this rank. An engine parameter with the same content as a trainer
-    parameter uses that parameter's memory; `shared` contains the names of these engine parameters.
+    Construction and `close` are collective over the ranks that have an engine. An engine parameter
+    with the same content as a trainer parameter in `shard` uses its memory; `shared` has their
+    names.
 
     Raises:
-        UserError: If the package is missing, does not suit the host, or cannot run this model on
-            it.
-        ModelError: If a parameter does not match the weight table; names the first wrong parameter.
-        ValueError: If the ranks of a replica do not ascend.
-        RuntimeError: If there is no process group, or an engine of another layout is still open.
+        UserError: The package is missing, does not suit the host, or cannot run this model on it.
+        ModelError: A parameter does not match the weight table; names the first wrong one.
+        ValueError: The ranks of a replica do not ascend.
+        RuntimeError: There is no process group, or an engine of another layout is still open.
     """
 
     copies: ClassVar[LatentCopies]
@@ -244,9 +237,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     @staticmethod
     @abstractmethod
     def _layout_name(name: str) -> str | None:
-        """Returns the name that a package's parameter has in the layout; None if the parameter is a
-        copy of others.
-        """
+        """Returns a parameter's name in the layout; None if it is a copy of others."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -258,9 +249,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _own_memory(self) -> SleepingMemory:
-        """Returns the memory of weights and KV cache on a GPU. Raises UserError if it cannot be
-        released.
-        """
+        """Returns the memory of weights and KV cache on a GPU; UserError if not releasable."""
 
     @abstractmethod
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
@@ -268,11 +257,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _decode(self) -> tuple[list[str], list[int]]:
-        """Passes queued requests to the package and runs one step.
-
-        Returns:
-            Names of the requests for which tokens were drawn, and one token for each name. The
-            ranks of a replica compare them.
+        """Passes queued requests to the package and runs one step. Returns the names of the
+        requests for which tokens were drawn, and one token for each, which the replica's ranks
+        compare.
         """
 
     @abstractmethod
@@ -281,9 +268,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _record_running(self) -> None:
-        """Records the experts chosen so far, because the remaining tokens may be computed with
-        other weights.
-        """
+        """Records the experts chosen so far; other weights may compute the remaining tokens."""
 
     @abstractmethod
     def _drop_running(self) -> None:
@@ -339,9 +324,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._routers = WideRouters.of(tensors, self._dtype, self._views)
 
     def _prepare_loading(self, model: torch.nn.Module) -> None:
-        """Checks where a new module's own loader puts weights, before the package processes them.
-        Must precede `_prepare` if parameters lose their loaders in the processing, as FP8 weights
-        do in vLLM.
+        """Checks where a new module's loader puts weights, before the package processes them. Must
+        precede `_prepare` if parameters then lose their loaders, as FP8 weights do in vLLM.
         """
         try:
             tensors, _ = self._checked_parameters(model)
@@ -353,9 +337,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     def _checked_parameters(
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """Returns a module's parameters, and the names of those kept wide, after comparing them
-        with the layout. Raises ModelError.
-        """
+        """Returns a module's parameters, compared with the layout, and the names of wide ones."""
         self._settle(model)
         tensors = live_tensors(model, self._layout_name)
         wide = WideRouters.names(tensors, self._dtype)
@@ -363,9 +345,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return tensors, wide
 
     def _check_placement(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ModelError unless the module's loader copies weights to the places that the layout
-        states.
-        """
         load_files: Any = model.load_weights
         load = load_files
         if self._shape.vision is not None:  # whose tensors have other names in files
@@ -386,11 +365,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._refusals.append(error)
 
     def _named_slots(self, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns slots by their names in the layout."""
         return {self._layout_name(name) or name: slot for name, slot in slots.items()}
 
     def _record_with(self, make: Callable[[], Recorder]) -> Recorder | None:
-        """Creates and returns the recorder of experts, if experts are recorded."""
         if self._settings.records_experts and not self._refusals:
             try:
                 self._experts = make()
@@ -399,9 +376,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._experts
 
     def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the parameters that an update writes completely, and the padded parameters, which
-        it writes only in part. Excludes parameters that share the trainer's memory. `begin_update`
-        clears what an update does not write of slots. Other adapters' slots are kept.
+        """Returns the parameters that an update writes completely, and the padded ones, which it
+        writes in part, without those in the trainer's memory. `begin_update` clears what an update
+        does not write of slots. Other adapters' slots are kept.
         """
         padded = {name for name, _ in self._layout.padding if not is_slot(name)}
         own = {name: t for name, t in self._tensors.items() if name not in self.shared}
@@ -409,8 +386,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return whole, [tensor for name, tensor in own.items() if name in padded]
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
-        """Raises the error from `no_logprob` if a value is not a log-probability. Ignores values
-        for whose index `number_of` returns no request id.
+        """Raises the error from `no_logprob` if a value is not a log-probability, unless
+        `number_of` returns no request id for its index.
         """
         if math.isfinite(sum(logps)) and max(logps) <= 0:
             return
@@ -421,7 +398,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns which parts of the HF checkpoint this rank's fused parameters contain."""
         return self._layout
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -433,9 +409,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return () if self._inputs.slots is None else self._inputs.slots.adapters
 
     def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
-        """Returns the slots of an adapter by the names that the policy's slots have in the layout.
-        Raises KeyError for an unknown name.
-        """
+        """Returns an adapter's slots by the policy's names in the layout; KeyError if unknown."""
         if self._adapters is None or name not in self.adapters:
             raise KeyError(f"the engine has no adapter {name!r}, only {list(self.adapters)}")
         return self._named_slots(self._adapters.tensors(name))
@@ -459,8 +433,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return [] if self._memory is None else self._memory.lend(num_bytes, keeps_weights)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether `sleep(keeps_memory)` loses the weights' content (see
-        `ForgettingTarget`). Training overwrites lent weights even if the engine keeps its memory.
+        """Whether `sleep(keeps_memory)` loses the weights (see `ForgettingTarget`). Training
+        overwrites lent weights even if the engine keeps its memory.
         """
         memory = self._memory
         return memory is not None and (not keeps_memory or memory.lends_weights)
@@ -504,9 +478,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # RolloutEngine
 
     def memory(self) -> dict[str, Holding]:
-        """Returns the bytes used on this rank, by purpose. On GPUs, "graphs and workspace" is
-        measured while the engine sleeps.
-        """
+        """Returns the bytes used on this rank, by purpose; graphs and workspace as during sleep."""
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
         sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
         shared_bytes = sum(sizes[name] for name in self.shared)
@@ -522,9 +494,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Adds requests to the engine's queue. Raises ValueError if an id is already in use, or if
-        the package cannot generate the response.
-        """
+        """Queues requests; ValueError for an id in use, or what the package cannot generate."""
         for request in requests:
             for violation in (
                 *unknown_adapter(request, self.adapters),
@@ -534,9 +504,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         super().submit(requests)
 
     def step(self) -> None:
-        """Passes queued requests to the package and runs one step. Raises TokensDifferError if this
-        replica's ranks drew different tokens in an earlier step.
-        """
+        """Runs one step of the package; TokensDifferError if ranks drew other tokens earlier."""
         self._check_weights()
         self._agreement.settle()
         if not self._rows:

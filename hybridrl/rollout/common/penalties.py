@@ -1,8 +1,4 @@
-"""Applies minimum lengths and penalties to logits, depending on a request's earlier tokens.
-
-Processes all rows of a batch on the logits' device. Callers pass the earlier tokens; for SGLang
-they are stored on the device (sglang/penalties.py).
-"""
+"""Applies minimum lengths and penalties to logits, depending on a request's earlier tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ IN_RESPONSE = 2
 
 
 class TokenHistory(NamedTuple):
-    """The tokens of a request so far."""
-
     prompt: Sequence[int]
     response: Sequence[int]
 
@@ -32,10 +26,8 @@ class TokenHistory(NamedTuple):
 class PenaltyRows:
     """Penalty parameters of a batch, on the device of its logits.
 
-    Args:
-        end_row_E, end_token_E: One entry per stop token of each row with a minimum length: row and
-            token.
-        least_E: Number of prompt and response tokens before which the stop token must not be drawn.
+    `end_row_E` and `end_token_E` have an entry per stop token of each row with a minimum length,
+    and `least_E` the number of prompt and response tokens before which it must not be drawn.
     """
 
     repetition_B1: Tensor
@@ -81,8 +73,9 @@ def mark(table_SV: Tensor, slots: Sequence[int], histories: Sequence[TokenHistor
 def penalize(
     logits_BV: Tensor, rows: PenaltyRows, seen_BV: Tensor | None, length_B: Tensor
 ) -> Tensor:
-    """Returns float32 logits after excluding early stop tokens and applying penalties, in vLLM's
-    order: stop tokens, repetition, presence. Logits of rows without penalties do not change.
+    """Returns float32 logits without early stop tokens and with penalties, as vLLM orders these.
+
+    Logits of rows without penalties do not change.
 
     Args:
         seen_BV: 0, IN_PROMPT or IN_RESPONSE, uint8; None if no row has penalties.

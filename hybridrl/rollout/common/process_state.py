@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Context manager: restores torch's global random generators at exit; with `everywhere`, also
-    numpy's and Python's.
+    """Restores torch's global random generators at exit; `everywhere`, also numpy's and Python's.
 
     Engines seed all generators when they start, and draw from torch's generators in every step. The
     trainer's dropout and data order must not depend on this.
@@ -37,7 +36,6 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def kept_variables(names: Iterable[str]) -> Iterator[None]:
-    """Context manager: restores environment variables at exit."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -50,11 +48,10 @@ def kept_variables(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ranks_in_environment() -> Iterator[None]:
-    """Sets the environment variables from which vLLM's worker reads its rank, unless torchrun set
-    them.
+    """Sets the variables from which vLLM's worker reads its rank, unless torchrun set them.
 
-    The variables are removed afterwards. Otherwise a command that this process starts would believe
-    that it is a rank, and vLLM on CPU would assume that every rank on a node has an engine.
+    They are removed afterwards. Otherwise a command that this process starts would believe that it
+    is a rank, and vLLM on CPU would assume that every rank on a node has an engine.
     """
     with kept_variables(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         for name in ("RANK", "LOCAL_RANK"):
@@ -64,7 +61,6 @@ def ranks_in_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_variables(names: Sequence[str]) -> Iterator[None]:
-    """Context manager: removes environment variables, and restores them at exit."""
     with kept_variables(names):
         for name in names:
             os.environ.pop(name, None)
@@ -73,8 +69,8 @@ def without_variables(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
-    """Replaces an attribute of a module or class temporarily. With `if_there`, does nothing if the
-    attribute does not exist, as in some versions.
+    """Replaces an attribute of a module or class; `if_there`, only if it exists, as in some
+    versions.
     """
     if if_there and name not in owner.__dict__:
         yield

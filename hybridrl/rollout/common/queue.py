@@ -14,9 +14,7 @@ from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
 
 
 class QueuedEngine:
-    """Implements all of `RolloutEngine` except `step`, and the methods of `WeightTarget` that need
-    no tensors. Both protocols document their methods.
-    """
+    """Implements `RolloutEngine` except `step`, and `WeightTarget` except its tensors."""
 
     name: ClassVar[str]
 
@@ -55,27 +53,22 @@ class QueuedEngine:
         self._finished.clear()
 
     def memory(self) -> Mapping[str, Holding]:
-        """Returns no entries by default."""
         return {}
 
     def close(self) -> None:
         """Does nothing by default."""
 
     def begin_update(self) -> None:
-        """Stops generation; unfinished requests keep their tokens."""
         self._is_updating = True
 
     def sleep(self, keeps_memory: bool = False) -> None:
-        """Stops generation for the training phase."""
         self.begin_update()
 
     def finish_update(self, version: int) -> None:
         self._version, self._is_updating = version, False
 
     def _check_weights(self) -> None:
-        """Raises RuntimeError if a weight update is in progress, or if no weight update has
-        finished yet.
-        """
+        """Raises RuntimeError unless a weight update has finished and none is in progress."""
         if self._is_updating:
             raise RuntimeError(
                 f"the {self.name} engine has no complete weights: call finish_update() first"

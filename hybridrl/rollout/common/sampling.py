@@ -46,10 +46,8 @@ class RowSampling:
 
     Args:
         top_k_B: Number of tokens to keep; the vocabulary size or more keeps all tokens.
-        top_p_B: Cumulative probability that the kept tokens must reach, float64; a value above 1
-            keeps all tokens.
-        is_greedy_B: Whether a row takes the most probable token; such rows have temperature 1 and
-            no filter.
+        top_p_B: Cumulative probability that the kept tokens must reach, float64; above 1 keeps all.
+        is_greedy_B: Rows that take the most probable token, with temperature 1 and no filter.
         has_filter: Whether any row excludes tokens.
     """
 
@@ -63,7 +61,6 @@ class RowSampling:
 
     @staticmethod
     def of(sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
-        """Returns the sampling parameters of these requests."""
         is_greedy = [row.temperature == 0 for row in sampling]
         filters = [row for row in sampling if row.temperature > 0]
         top_k = [row.top_k if row.top_k and row.temperature else KEEPS_ALL for row in sampling]
@@ -82,12 +79,9 @@ class RowSampling:
 def sample(
     logits_BV: Tensor, sampling: Sequence[SamplingParams], uniform_B: npt.NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row.
-
-    Returns:
-        tokens_B (int64), and their log-probabilities logp_B (float32) under the distribution from
-        which they were drawn, after temperature, top-k and top-p; for temperature 0, under the
-        model's distribution.
+    """Draws the next token of every row: tokens_B (int64), and their log-probabilities logp_B
+    (float32) under the distribution after temperature, top-k and top-p; for temperature 0, the
+    model's.
     """
     rows = RowSampling.of(sampling, logits_BV.device)
     return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
@@ -109,10 +103,8 @@ def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tupl
 def draw_rows(
     logits_BV: Tensor, rows: RowSampling, seed_B: Tensor, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row, with a random number determined by (seed, count), which
-    are int64 interpreted as unsigned.
-
-    The result for a row without a filter does not depend on whether another row has a filter.
+    """Draws each row's next token, with a random number determined by (seed, count), which are
+    int64 interpreted as unsigned. A row without a filter does not depend on other rows' filters.
     """
     tokens_B, logp_B = ops.draw_rows(
         logits_BV, rows.temperature_B, rows.is_greedy_B, seed_B, count_B
@@ -128,8 +120,8 @@ def draw_rows(
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Returns the log-probabilities from which each row's token is drawn; -inf for excluded tokens.
-    For greedy rows, returns the model's own distribution.
+    """Returns the log-probabilities from which tokens are drawn, -inf for excluded ones; for greedy
+    rows, the model's.
     """
     return _log_distribution(logits_BV.float(), RowSampling.of(sampling, logits_BV.device))
 
@@ -142,9 +134,7 @@ def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
-    """Sets the logits of tokens that top-k or, after it, top-p excludes to -inf; leaves greedy rows
-    unchanged.
-    """
+    """Sets logits that top-k or, after it, top-p excludes to -inf; leaves greedy rows unchanged."""
     vocab, device = scaled_BV.shape[-1], scaled_BV.device
     sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab, device=device)
@@ -173,9 +163,8 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def no_logprob(
     engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
 ) -> Exception:
-    """Returns the error for an invalid log-probability, usually NaN. If the engine's weights are
-    not finite or are too large, the error is a UserError that names training or the initial weights
-    as the cause.
+    """Returns the error for an invalid log-probability, usually NaN. If the weights are not finite
+    or too large, it is a UserError that names training or the initial weights as the cause.
     """
     text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
     text += f"(weights version {version})"

@@ -33,14 +33,8 @@ FP8 = torch.float8_e4m3fn
 def check_parameters(
     layout: RankLayout, live: Mapping[str, Tensor], engine: str, wide: Collection[str] = ()
 ) -> None:
-    """Raises ModelError unless the engine has exactly the layout's parameters, all of one dtype
-    except for those kept in fp32, FP8 weights and their scales.
-
-    Args:
-        layout: Layout of the engine.
-        live: The engine's parameters.
-        engine: Name and version of the engine.
-        wide: Parameters that the engine holds in fp32 (wide_routers.py).
+    """Raises ModelError unless an engine has exactly the layout's parameters, all of one dtype
+    except those kept in fp32 (`wide`: wide_routers.py), FP8 weights and their scales.
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)
@@ -69,12 +63,10 @@ def check_placement(
     engine: str,
     experts: Sequence[int] | None = None,
 ) -> None:
-    """Loads HF tensors filled with marker values, and checks that each region contains the expected
-    slice.
+    """Loads HF tensors of marker values, and checks that each region contains the expected slice.
 
     Uses the engine's own loader and overwrites the parameters. Checks the first and the last layer,
-    and parameters outside of layers. Raises ModelError that names the first parameter with wrong
-    content.
+    and parameters outside of layers. Raises ModelError that names the first wrong parameter.
 
     Args:
         experts: Experts of all ranks of the replica, one rank after another; None if they are in
@@ -123,8 +115,8 @@ def _stored(
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
-    """Returns a tensor like `like` whose elements encode the name and their own row and column.
-    FP8 elements encode them in their bits.
+    """Returns a tensor whose elements encode the name and their own row and column; FP8 in their
+    bits.
     """
     if like.dtype == FP8:
         return coded(name, shape, like.to(torch.float32)).to(torch.uint8).view(FP8)
@@ -138,7 +130,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
 
 
 def _type_of(name: str, hf_shapes: Mapping[str, Shape], like: Tensor) -> Tensor:
-    """Returns an empty tensor of the type of an HF tensor; other tensors are of the type of
+    """Returns an empty tensor of the type of an HF tensor: FP8, fp32 scales, or else that of
     `like`.
     """
     dtype = like.dtype

@@ -1,6 +1,4 @@
-"""Settings of a package's engine, and the size of its KV cache. Imports neither an engine nor
-torch.
-"""
+"""Settings of a package's engine, and the size of its KV cache. No engine, no torch."""
 
 from __future__ import annotations
 
@@ -74,7 +72,6 @@ class EngineSettings:
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
-        """Returns the settings for these inputs."""
         rollout, unquantized, rotary = inputs.rollout, list[str](), None
         if inputs.is_exact:
             rotary = inputs.family.model_keywords(inputs.hf_config).get("rotary")
@@ -102,7 +99,6 @@ class EngineSettings:
         )
 
     def config_json(self) -> dict[str, Any]:
-        """Returns the config.json for the engine."""
         given = self.hf_config
         content = wrapped_for_engines(given) if has_images(given) else without_wrapper(given)
         config = {"architectures": list(self.architectures), **content}
@@ -116,14 +112,11 @@ class EngineSettings:
         return config
 
     def kv_cache_itemsize(self, itemsize: int) -> int:
-        """Returns the bytes of an element of the KV cache of a model with this itemsize."""
         return 1 if self.kv_cache_dtype == "fp8" else itemsize
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
-    """Returns how many bytes of a GPU are available for weights and KV cache. Raises UserError
-    unless they exceed `least`.
-    """
+    """Returns a GPU's bytes for weights and KV cache; UserError unless they exceed `least`."""
     usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
     if settings.gpu_memory_share is not None:
         usable = min(usable, int(settings.gpu_memory_share * total))
@@ -141,8 +134,8 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
 def kv_cache_blocks(
     settings: EngineSettings, block_bytes: int, per_request: int, most: int | None = None
 ) -> int:
-    """Returns the number of blocks for `max_batch` requests of maximum length. The cache is limited
-    to `most` bytes, but always suffices for one such request, which needs `per_request` blocks.
+    """Returns the number of blocks for `max_batch` requests of maximum length, each of which needs
+    `per_request` blocks. The cache is limited to `most` bytes, but suffices for one request.
     """
     wanted = settings.max_batch * per_request
     return wanted if most is None else min(wanted, max(most // block_bytes, per_request))

@@ -1,7 +1,4 @@
-"""Stand-ins for packages that an engine imports but does not call.
-
-Calling a stand-in raises an error.
-"""
+"""Stand-ins for packages that an engine imports but does not call; calling one raises an error."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from typing import Any
 
 
 class _Missing:
-    """A function or class of a package with a stand-in."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -31,8 +26,6 @@ class _Missing:
 
 
 class _Module(types.ModuleType):
-    """A module of a package with a stand-in; every attribute exists."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -43,8 +36,6 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages with stand-ins, and any submodule of them."""
-
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = frozenset(roots)
 

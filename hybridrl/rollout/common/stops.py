@@ -20,9 +20,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def ends(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        """Returns whether the last tokens of a response contain one of the strings. Must be called
-        after each token.
-        """
+        """Whether the last tokens contain one of the strings; must be called after each token."""
         longest = max(map(len, strings))
         # One more token, because the string may end within the last token.
         last = tokens[-(_MAX_TOKENS_PER_CHARACTER * longest + 1) :]

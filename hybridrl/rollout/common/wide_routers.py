@@ -19,11 +19,8 @@ ROUTER = ".mlp.gate.weight"
 
 @dataclass(frozen=True)
 class WideRouters:
-    """Router weights of one rank's engine, by their names in the layout.
-
-    Args:
-        wide: The engine's float32 parameters.
-        narrow: Tensors of the model's type, which updates write.
+    """Router weights of one rank's engine, by their names in the layout: the engine's float32
+    parameters, and tensors of the model's type, which updates write.
     """
 
     wide: Mapping[str, Tensor]
@@ -31,9 +28,7 @@ class WideRouters:
 
     @staticmethod
     def names(live: Mapping[str, Tensor], dtype: torch.dtype) -> frozenset[str]:
-        """Returns the router weights that an engine with weights of type `dtype` holds in
-        float32.
-        """
+        """Returns the routers that an engine with weights of type `dtype` holds in float32."""
         if dtype == torch.float32:
             return frozenset()
         is_wide = {name: tensor.dtype == torch.float32 for name, tensor in live.items()}
@@ -43,12 +38,8 @@ class WideRouters:
     def of(
         live: Mapping[str, Tensor], dtype: torch.dtype, views: Mapping[str, Tensor]
     ) -> WideRouters:
-        """Creates the tensors that updates write.
-
-        Args:
-            live: The engine's parameters.
-            dtype: Type of the model's weights.
-            views: Trainer's parameters that the engine shares; they need no memory of their own.
+        """Creates the tensors that updates write, except those in `views`, which the trainer
+        shares.
         """
         wide = {name: live[name] for name in sorted(WideRouters.names(live, dtype))}
         narrow = {

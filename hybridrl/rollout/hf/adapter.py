@@ -1,9 +1,8 @@
-"""The `hf` engine: decodes batches with a transformers model, on one device without tensor
-parallelism.
+"""The `hf` engine: decodes batches with a transformers model, without tensor parallelism.
 
-The engine needs no GPU and no additional package. Owns the model's parameters (to which the hybrid
-engine writes), the KV cache and the running rows. Invariant: running row i uses cache slot i, with
-positions that begin at 0, and its result does not depend on other rows.
+Owns the model's parameters (to which the hybrid engine writes), the KV cache and the running rows.
+Invariant: running row i uses cache slot i, with positions that begin at 0, and its result does not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class HfEngine(QueuedEngine):
     Args:
         model_config: HF directory, or the contents of a config.json.
         max_batch: Maximum number of requests decoded together.
-        family: Family of the model; if None, it is determined from config.json for models with
-            experts.
-        adapters: Names of LoRA adapters that the engine holds in addition to the policy's, if the
-            family has adapters.
+        family: Family of the model; by default from config.json, for models with experts.
+        adapters: Names of LoRA adapters in addition to the policy's, if the family has adapters.
         directory: Directory with the files of the model's image processor.
         is_exact: Whether results have the bits that the trainer computes (`numerics.match`).
     """
@@ -127,9 +124,7 @@ class HfEngine(QueuedEngine):
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns a layout of whole HF tensors under their HF names; tied output weights are left
-        out.
-        """
+        """Returns a layout of whole HF tensors, without tied output weights."""
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -148,7 +143,7 @@ class HfEngine(QueuedEngine):
         return () if self._adapters is None else self._adapters.names
 
     def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
-        """Returns an adapter's tensors by HF name. Raises KeyError for an unknown name."""
+        """Returns an adapter's tensors by HF name; KeyError for an unknown name."""
         if name not in self._of_adapter:
             raise KeyError(f"the engine has no adapter {name!r}, only {list(self.adapters)}")
         return self._of_adapter[name]
@@ -193,9 +188,7 @@ class HfEngine(QueuedEngine):
             self._decode()
 
     def _prefill(self, rows: list[RunningRequest]) -> None:
-        """Fills the cache for new rows and draws their next token; equal contexts are computed only
-        once.
-        """
+        """Fills the cache for new rows and draws their next token; computes equal contexts once."""
         by_context: dict[_Context, list[RunningRequest]] = {}
         for row in rows:
             request = row.request
@@ -246,7 +239,6 @@ class HfEngine(QueuedEngine):
             self._append(start, logits_BV)
 
     def _decode(self) -> None:
-        """Computes the logits after every row's last token and draws the next token."""
         last = [row.tokens[-1] for row in self._running]
         position = [len(row.request.prompt) + len(row.tokens) - 1 for row in self._running]
         position_B = torch.tensor(position, device=self._device)
@@ -273,12 +265,11 @@ class HfEngine(QueuedEngine):
         self._append(0, logits_BV)
 
     def _use_adapters(self, names: Sequence[str | None]) -> None:
-        """Selects the adapter of each row of the next forward pass."""
         if self._adapters is not None:
             self._adapters.use(names)
 
     def _append(self, start: int, logits_BV: Tensor) -> None:
-        """Draws a token for each row with index `start` or higher, and removes finished rows."""
+        """Draws a token for each row from `start` on, and removes finished rows."""
         rows = self._running[start:]
         uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
         histories = [TokenHistory(r.request.prompt, r.tokens) for r in rows]
@@ -312,9 +303,7 @@ class HfEngine(QueuedEngine):
 
 
 class _Context(NamedTuple):
-    """Tokens of a prefill, with their images, and the name of the adapter that computes their keys
-    and values.
-    """
+    """Tokens of a prefill with images, and the adapter that computes their keys and values."""
 
     tokens: tuple[int, ...]
     adapter: str | None
@@ -322,8 +311,8 @@ class _Context(NamedTuple):
 
 
 def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[list[_Context]]:
-    """Splits contexts sorted by length into chunks of at least one context. Each chunk takes one
-    forward pass. If contexts must not be padded, those of a chunk have equal lengths.
+    """Splits contexts, sorted by length, into chunks for one forward pass each. Contexts that must
+    not be padded have equal lengths in a chunk.
     """
     chunk: list[_Context] = []
     lengths: set[int] = set()
@@ -341,9 +330,7 @@ def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[l
 
 
 class _Masks:
-    """Creates attention masks for each layer type of a model; transformers uses them unchanged.
-    Raises ModelError for unsupported layer types.
-    """
+    """Creates attention masks for a model's layer types; ModelError for unsupported types."""
 
     def __init__(self, config: Any) -> None:
         kinds = set(getattr(config, "layer_types", None) or ())
@@ -363,9 +350,8 @@ class _Masks:
         self._window: int | None = window if self._is_mixed or not kinds else None
 
     def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
-        """Returns masks (B, 1, Q, K), as a dict by layer type if the model has two types. The mask
-        is true or 0 for keys that are attended to, and false or the type's lowest number for other
-        keys.
+        """Returns masks (B, 1, Q, K), as a dict by layer type if the model has two types: true or 0
+        for keys that are attended to, and false or the type's lowest number for others.
         """
         query_BQ1 = position_BQ[:, :, None]
         key_K = torch.arange(num_keys, device=position_BQ.device)
@@ -376,7 +362,6 @@ class _Masks:
         return {FULL: self._mask(full_B1QK), WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
 
     def _mask(self, is_seen_B1QK: Tensor) -> Tensor:
-        """Returns the mask in the form that the attention implementation expects."""
         if not self._is_added:
             return is_seen_B1QK
         added = torch.zeros_like(is_seen_B1QK, dtype=self._dtype)

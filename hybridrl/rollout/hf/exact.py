@@ -20,11 +20,7 @@ ATTENTION = "hybridrl_exact"  # name of the attention in transformers' table
 
 
 def compute_exactly(model: Any) -> None:
-    """Replaces the operations of a model.
-
-    Raises:
-        ModelError: A module with parameters has no such operation.
-    """
+    """Replaces the operations of a model; ModelError if a module with parameters has none."""
     for name, part in model.named_modules():
         kind = type(part).__name__
         if part is model.lm_head:
@@ -54,8 +50,8 @@ def _linear(linear: Any, x: Tensor) -> Tensor:
 
 
 def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes the place of the `forward` of a router: (logits, weights, experts). Computes as
-    Megatron does, in float32; the softmax is over the chosen experts if weights are renormalized.
+    """Returns (logits, weights, experts) as Megatron does, in float32; the softmax is over the
+    chosen experts if weights are renormalized.
     """
     rows = hidden.reshape(-1, router.hidden_dim).float()
     logits_TE = ops.invariant_linear(rows, router.weight.float(), None)

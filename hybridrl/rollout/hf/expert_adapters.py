@@ -1,8 +1,7 @@
-"""Lets a transformers model compute with LoRA adapters on its experts, a different one for each row
-of a batch.
+"""Lets a transformers model compute with LoRA adapters on its experts, different ones by row.
 
-transformers 5 stacks the experts of a layer and computes them with grouped products, which cannot
-add an adapter. Layers with adapters compute their experts one by one instead.
+transformers 5 computes a layer's stacked experts with grouped products, which cannot add an
+adapter. Layers with adapters compute their experts one by one instead.
 """
 
 from __future__ import annotations
@@ -35,18 +34,10 @@ class _Pairs(NamedTuple):
 def hold_expert_adapters(
     model: torch.nn.Module, family: Family, shape: ModelShape, rows: RowAdapters
 ) -> dict[str, dict[str, Tensor]]:
-    """Adds adapters, which are all zero at first, to a model's experts.
+    """Adds adapters named in `rows`, which are all zero at first, to a model's experts.
 
-    Args:
-        model: Model of transformers.
-        family, shape: Family with adapters, and sizes of the model.
-        rows: Names of the adapters, and the rows' adapters.
-
-    Returns:
-        The tensors of each adapter by HF name; empty if experts have no adapters.
-
-    Raises:
-        ModelError: transformers computes the experts in another way than activation(gate) * up.
+    Returns the tensors of each adapter by HF name; empty if experts have no adapters. Raises
+    ModelError if transformers computes the experts in another way than activation(gate) * up.
     """
     found: dict[str, dict[str, Tensor]] = {name: {} for name in rows.names}
     sizes = {
@@ -89,7 +80,6 @@ def _pairs(
 
 
 def _check(experts: Any, shape: ModelShape) -> None:
-    """Raises ModelError if a module is not stacked experts of the usual kind."""
     usual = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     is_usual = all(getattr(experts, name, value) == value for name, value in usual.items())
     if not is_usual or shape.activation == "clamped_swiglu":
@@ -130,7 +120,6 @@ def _forward(
 
 
 def _output(experts: Any, pairs: _Pairs | None, expert: int, x: Tensor) -> Tensor:
-    """Returns one expert's outputs for rows of inputs."""
     gate, up = linear(x, experts.gate_up_proj[expert]).chunk(2, dim=-1)
     if pairs is not None:
         gate, up = gate + _added(x, pairs.gate, expert), up + _added(x, pairs.up, expert)

@@ -1,9 +1,7 @@
 """Records the experts that a transformers model chooses in a forward pass.
 
-In transformers 5 each layer with experts has a router module. The last item of its output contains
-the indices of the chosen experts, (tokens, experts per token). Owns forward hooks on the routers.
-Before transformers 5.19, DeepseekV3 routers returned only logits; the enclosing MoE layer selected
-the experts.
+In transformers 5 the last item of a router's output has the chosen experts, (tokens, K). Before
+5.19, DeepseekV3 routers returned only logits; the enclosing MoE layer selected the experts.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ ROUTER = re.compile(r"layers\.(\d+)\.mlp\.(?:gate|router)$")
 
 
 class ChosenExperts:
-    """Stores the experts that were chosen in a model's last forward pass. Raises ModelError if the
-    model has no routers that choose experts.
-    """
+    """Stores the experts chosen in a model's last forward pass; ModelError without such routers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         found: list[tuple[int, torch.nn.Module]] = []

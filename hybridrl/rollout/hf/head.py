@@ -13,7 +13,6 @@ from hybridrl import ops
 
 def compute_wide_logits(model: Any) -> None:
     """Makes a model's output layer return float32 logits that were never rounded to another type.
-
     Logits of about 20 that are rounded to bfloat16 are wrong by up to 0.06 nats.
     """
     head = model.lm_head

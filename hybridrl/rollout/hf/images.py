@@ -1,8 +1,8 @@
 """Computes with images in the `hf` engine, for transformers' Qwen-VL models.
 
 A prefill computes each image once, and places its features by the positions that the request names.
-A token that the policy draws is never an image, whatever its id. Tokens after an image have
-positions that differ from their index by a constant for each request.
+A drawn token is never an image, whatever its id. Tokens after an image have positions that differ
+from their index by a constant for each request.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ Images = tuple[Content, ...]
 
 
 class ImageModel:
-    """A transformers model that reads images.
+    """A transformers model, such as Qwen3VLForConditionalGeneration, that reads images.
 
-    Args:
-        model: The model, such as Qwen3VLForConditionalGeneration.
-        vision: Sizes of its tower.
-        directory: Directory with the processor's files, which are read with the first image.
+    The processor's files in `directory` are read with the first image.
     """
 
     def __init__(self, model: Any, vision: VisionShape, directory: Path | None) -> None:
@@ -43,7 +40,6 @@ class ImageModel:
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """Prepares images for the tower."""
         if self._directory is None:
             raise ModelError("the model's directory", MISSING, "processor files", "Name one.")
         return ImageProcessor(self._vision, Preprocessing.read(self._directory, self._vision))
@@ -51,13 +47,7 @@ class ImageModel:
     def prefill(
         self, tokens_BL: Tensor, images_B: Sequence[Images], mask: Any, cache: Any, keep_U: Tensor
     ) -> Tensor:
-        """Returns the logits of whole contexts at the positions `keep_U`: (B, U, V).
-
-        Args:
-            tokens_BL: Tokens, padded on the right.
-            images_B: Images of each context.
-            mask, cache: Attention mask, and the cache to fill.
-        """
+        """Returns logits of contexts, padded on the right, at positions `keep_U`: (B, U, V)."""
         length, merge = tokens_BL.shape[1], self._vision.merge_size
         rows = [torch.from_numpy(positions(images, merge, length)) for images in images_B]
         position_3BL = torch.stack(rows).permute(2, 0, 1).to(tokens_BL.device)
@@ -103,14 +93,7 @@ class ImageModel:
         mask: Any,
         cache: Any,
     ) -> Tensor:
-        """Returns the logits after the last token of each row: (B, V).
-
-        Args:
-            tokens_B: The tokens.
-            position_B: Index of each token in its sequence.
-            images_B: Images of each row.
-            mask, cache: Attention mask, and the cache to extend.
-        """
+        """Returns logits after rows' last tokens, with index position_B in sequences: (B, V)."""
         offsets = [position_offset(images, self._vision.merge_size) for images in images_B]
         position_B = position_B + torch.tensor(offsets, device=position_B.device)
         hidden_B1D = self._model.model.language_model(

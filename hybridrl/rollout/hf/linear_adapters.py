@@ -17,14 +17,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class RowAdapters:
-    """The adapter of each row of a batch.
+    """The adapter of each row of a batch; at first, the first of `names`.
 
-    Args:
-        names: Names of all adapters. The first one is used until `use` is called.
-
-    Attributes:
-        of_rows: Name of each row's adapter; None for no adapter. A batch's inputs are its rows'
-            tokens in order, with or without a dimension for the rows.
+    `of_rows` has each row's adapter; None for none. A batch's inputs are its rows' tokens in order,
+    with or without a dimension for the rows.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -39,15 +35,8 @@ class RowAdapters:
 def hold_linear_adapters(
     model: torch.nn.Module, shapes: Mapping[str, Shape], rows: RowAdapters
 ) -> dict[str, dict[str, Tensor]]:
-    """Adds adapters, which are all zero at first, to a model's linear layers.
-
-    Args:
-        model: Model of transformers.
-        shapes: Shape of every adapter tensor by HF name.
-        rows: Names of the adapters, and the rows' adapters.
-
-    Returns:
-        The tensors of each adapter by HF name.
+    """Adds adapters named in `rows`, which are all zero at first, to a model's linear layers.
+    `shapes` has every adapter tensor's shape by HF name. Returns each adapter's tensors by HF name.
     """
     found: dict[str, dict[str, Tensor]] = {name: {} for name in rows.names}
     linears: dict[str, Any] = {text_name(name): one for name, one in model.named_modules()}

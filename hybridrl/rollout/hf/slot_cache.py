@@ -15,10 +15,8 @@ CACHE_BLOCK = 64
 
 
 class _States:
-    """States of one recurrent layer, with the attributes that transformers' layers read.
-
-    Attributes:
-        conv_states, recurrent_states: Under key 0, the states of the slots of the next forward.
+    """States of one recurrent layer, with the attributes that transformers' layers read: under key
+    0, the states of the slots of the next forward.
     """
 
     record_past = False
@@ -49,7 +47,6 @@ class _States:
             held[targets] = held[sources]
 
     def free(self) -> None:
-        """Frees all states."""
         self._held.clear()
         self.conv_states, self.recurrent_states = {}, {}
 
@@ -60,9 +57,6 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
     `start_prefill` or `start_decode` sets the slots and positions that the next forward writes. The
     model's attention then calls `update` once in each layer; a recurrent layer reads and updates
     its states.
-
-    Args:
-        config: transformers' configuration of the model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -84,14 +78,12 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         self._num_keys = 0
 
     def start_prefill(self, start: int, source_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward pass that fills slots; slot `start` + i receives the pass's row
-        source_B[i].
-        """
+        """Prepares a pass whose row source_B[i] fills slot `start` + i."""
         self._slots = slice(start, start + len(source_B))
         self._source_B, self._position_B, self._num_keys = source_B, None, num_keys
 
     def start_decode(self, position_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward pass that writes each slot at position_B and reads `num_keys` keys."""
+        """Prepares a pass that writes each slot at position_B and reads `num_keys` keys."""
         self._slots = slice(0, len(position_B))
         self._source_B, self._position_B, self._num_keys = None, position_B, num_keys
         for states in self._states:
@@ -131,16 +123,15 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has recurrent layers."""
         return bool(self._states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        """Returns whether the next forward continues states, rather than starting them."""
+        """Whether the next forward continues states, rather than starting them."""
         return self._source_B is None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Returns the last inputs of a convolution, (B, C, L), which a decoding step updates in
-        place; None in a prefill. transformers 5.19 and earlier read the layer's attribute instead.
+        """Returns the last inputs of a convolution, (B, C, L), updated in place; None in a prefill.
+        transformers 5.19 and earlier read the layer's attribute instead.
         """
         return None if self._source_B is not None else self.layers[layer_idx].conv_states[0]
 
@@ -163,7 +154,6 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Stores the states after a forward, (B, ...); returns them."""
         source_B, new = self._source_B, recurrent_states
         new = new if source_B is None else new[source_B]
         self.layers[layer_idx].store("recurrent_states", new, self._slots)

@@ -1,8 +1,6 @@
 """The `sglang` engine: runs SGLang's scheduler in this process and receives weights in place.
 
-Owns the requests that SGLang is processing. Drawn tokens stay in SGLang's own request objects until
-they are needed. common/packaged_engine.py contains the code shared with other packages,
-sglang/start.py starts SGLang, and sglang/scheduler.py runs SGLang's loop.
+Drawn tokens stay in SGLang's own request objects until they are needed.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
 @dataclass
 class _Running:
-    """A request that SGLang is processing.
-
-    Args:
-        request: SGLang's own request.
-        num_taken: Number of drawn tokens that were already copied to `row`.
-    """
+    """A request that SGLang is processing; `request` is SGLang's own."""
 
     row: RunningRequest
     request: Any
@@ -51,8 +44,6 @@ class _Running:
 
 
 class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
-    """One rank's part of an SGLang engine."""
-
     name = "sglang"
     copies = COPIES
 
@@ -108,8 +99,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._record([running.request for running in self._running.values()])
 
     def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
-        """Records the experts of unfinished requests for the first `num_tokens` tokens of prompt
-        and response (None for all). The requests must still have their slots.
+        """Records the experts of unfinished requests for the first `num_tokens` tokens (None for
+        all). The requests must still have their slots.
         """
         if self._experts is None:
             return
@@ -163,9 +154,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return drawn
 
     def _begin_queued(self) -> None:
-        """Passes queued requests to SGLang in order, until SGLang has `max_batch` requests. If
-        several requests have the same prompt, one of them starts first and the others wait until
-        SGLang has computed the prompt.
+        """Passes queued requests to SGLang in order, up to `max_batch` at a time. One of several
+        requests with the same prompt starts first; the others wait until the prompt is computed.
         """
         started = self._running.keys() | self._leaving
         if (room := self._settings.max_batch - len(started)) <= 0:
@@ -176,9 +166,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._add(request.request_id, self._rows[request.request_id])
 
     def _is_computing_prompt(self, request_id: int) -> bool:
-        """Whether a request was passed to SGLang, but SGLang has drawn no token for it. Once the
-        first token is drawn, the prompt is in the cache.
-        """
+        """Whether SGLang drew no token for a request yet, so its prompt is not cached."""
         running = self._running.get(request_id)
         return running is not None and not running.request.output_ids
 
@@ -211,8 +199,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._by_text.add(request_id)
 
     def _end_by_text(self) -> None:
-        """Ends requests whose text contains a stop string, because SGLang does not detect stop
-        strings. SGLang draws one more token for each of these requests, which is ignored.
+        """Ends requests whose text contains a stop string, which SGLang does not detect. SGLang
+        draws one more token for each of these requests, which is ignored.
         """
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
@@ -228,9 +216,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             end_soon(running.request)
 
     def _text_end(self, running: _Running) -> int:
-        """Returns the length of a response up to the token that completes a stop string, or 0 if no
-        token does. Searches only tokens that were not copied yet.
-        """
+        """Returns a response's length up to the token that completes a stop string, or 0."""
         row, strings = running.row, running.row.request.sampling.stop_strings
         tokens = [*row.tokens, *running.request.output_ids[running.num_taken :]]
         ends = range(len(row.tokens) + 1, len(tokens) + 1)
@@ -239,7 +225,6 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return next((end for end in ends if found(tokens[:end], strings)), 0)
 
     def _end(self, request: Any) -> None:
-        """Copies the last tokens of a request that SGLang has ended, and stores the completion."""
         request_id = int(request.rid)
         if request_id in self._leaving:
             self._leaving.remove(request_id)

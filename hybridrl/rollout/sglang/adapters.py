@@ -1,7 +1,7 @@
 """Adapters in an SGLang engine: their slots' memory, their registration, and repairs for CPUs.
 
-SGLang loads adapters from files into slots of a memory pool, and evicts them. Here the adapters are
-registered without content, and pinned to their slots. The hybrid engine writes the slots in place.
+SGLang loads adapters from files into slots of a memory pool, and evicts them. Here they are
+registered without content, and pinned to their slots, which the hybrid engine writes in place.
 SGLang keeps one more slot for requests without an adapter.
 """
 
@@ -23,7 +23,6 @@ OWN_NAMES = {"fused_qkv_a_proj": "fused_qkv_a_proj_with_mqa"}
 
 
 def adapter_arguments(slots: EngineSlots, is_cpu: bool) -> dict[str, Any]:
-    """Returns SGLang's arguments for adapters in these layers."""
     arguments = {
         "enable_lora": True,
         "max_loras_per_batch": 1 + len(slots.adapters),
@@ -37,7 +36,7 @@ def adapter_arguments(slots: EngineSlots, is_cpu: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def adapters_without_experts(is_cpu: bool) -> Iterator[None]:
-    """Context manager: SGLang starts with adapters on linear layers alone, also on CPUs.
+    """Makes SGLang start with adapters on linear layers alone, also on CPUs.
 
     An engine with adapters on `gate_up_proj` and `down_proj` would also get slots and kernels for
     adapters of routed experts (0.5.16 to 0.5.23). On CPUs, SGLang's computation with adapters pins
@@ -87,12 +86,8 @@ class _WithoutPinning(TorchFunctionMode):
 
 
 def slot_tensors(manager: Any, slot: int) -> dict[str, Tensor]:
-    """Returns the memory of one of SGLang's slots by names of SGLang's modules: A of each
-    projection with shape (rank, inputs), B with shape (outputs, rank).
-
-    Args:
-        manager: SGLang's LoRAManager.
-        slot: Index of the slot in the memory pool.
+    """Returns the memory of a slot by names of SGLang's modules: A of each projection with shape
+    (rank, inputs), B with shape (outputs, rank).
     """
     from sglang.srt.lora.utils import get_target_module_name
 
@@ -120,13 +115,6 @@ def _outputs(module: Any, num: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class LiveAdapters:
-    """The adapters in a started SGLang engine.
-
-    Args:
-        scheduler: SGLang's scheduler.
-        slots: The engine's slots and names of adapters.
-    """
-
     def __init__(self, scheduler: Any, slots: EngineSlots) -> None:
         from sglang.srt.lora.lora_registry import LoRARef
 
@@ -152,13 +140,10 @@ class LiveAdapters:
         self._places = {name: self._pool.get_buffer_id(name) for name in slots.adapters}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns the memory of an adapter's slots by names of SGLang's modules."""
         return slot_tensors(self._manager, self._places[name])
 
     def check(self) -> None:
-        """Raises RuntimeError if SGLang no longer has an adapter in its slot: requests would then
-        be computed with other weights.
-        """
+        """Raises RuntimeError if SGLang has moved an adapter: requests would use other weights."""
         found = self._pool.uid_to_buffer_id
         for name, place in self._places.items():
             if found.get(name) != place:

@@ -1,7 +1,4 @@
-"""Computes SGLang's arguments from an engine's settings.
-
-Owns the size of the KV cache. Does not import SGLang, so that it can be tested without SGLang.
-"""
+"""Computes SGLang's arguments from an engine's settings, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ def server_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns keyword arguments for SGLang's ServerArgs that have the same meaning in all supported
-    versions.
+    """Returns keywords for SGLang's ServerArgs that mean the same in all supported versions.
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
@@ -99,20 +95,16 @@ def _cpu_arguments(settings: EngineSettings, per_token: int) -> dict[str, Any]:
 
 
 def longest_pass(arguments: dict[str, Any]) -> int:
-    """Returns the maximum number of tokens in one forward pass with these arguments."""
     names = "chunked_prefill_size", "max_prefill_tokens", "max_running_requests"
     return max(arguments.get(name, 0) for name in names)
 
 
 def longest_request(num_tokens: int) -> int:
-    """Returns the maximum length of a request in a KV cache of `num_tokens`."""
     return num_tokens - SPARE_TOKENS
 
 
 def _tokens(settings: EngineSettings, per_token: int, most: int | None = None) -> int:
-    """Returns the number of tokens that the KV cache can store. The cache is no larger than
-    requests can fill, so that it is mapped quickly.
-    """
+    """Returns the tokens that the KV cache stores: those of requests, to map it quickly."""
     if settings.kv_cache_bytes:
         return max(1, settings.kv_cache_bytes // per_token)
     # Tokens of one request. SGLang allocates single tokens, not blocks.

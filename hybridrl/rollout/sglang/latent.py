@@ -12,14 +12,13 @@ from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 
 @contextlib.contextmanager
 def latents_on_cpu() -> Iterator[None]:
-    """Context manager: an engine that starts in this context computes latent attention with torch.
+    """Makes an engine that starts in this context compute latent attention with torch.
 
-    Works around SGLang 0.5.16 to 0.5.23. SGLang's table of attention backends uses Triton's entry
-    for torch's attention. Torch's attention then expects the cache of latents to contain keys and
-    values of all heads. The entry that this function adds stays until the process ends, and is
-    needed only until SGLang has its own entry. SGLang's rotary embedding for latents supports only
-    YaRN on CPUs. Models without rotary scaling therefore use the rotary embedding that SGLang uses
-    for models without latent attention.
+    Works around SGLang 0.5.16 to 0.5.23, whose table of attention backends uses Triton's entry for
+    torch's attention. Torch's attention then expects the cache of latents to contain keys and
+    values of all heads. The added entry stays until the process ends, and is needed until SGLang
+    has its own. SGLang's rotary embedding for latents supports only YaRN on CPUs, so models without
+    rotary scaling use the one for models without latent attention.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2

@@ -12,10 +12,9 @@ from hybridrl.errors import ModelError
 def settle_longrope(model: torch.nn.Module, version: str) -> None:
     """Makes every position use one table of angles; must run before CUDA graphs are captured.
 
-    If any position in a batch exceeds the original length, SGLang (0.5.16 to 0.5.23) uses the table
-    of long factors for the whole batch, so that a request's result depends on other requests. A run
-    uses only one set of factors (models/families/by_length.py), so one table is enough. Raises
-    ModelError if short and long factors differ.
+    If any position in a batch exceeds the original length, SGLang (0.5.16 to 0.5.23) uses the long
+    factors for the whole batch, so that a request's result depends on other requests. A run uses
+    only one set of factors (models/families/by_length.py). Raises ModelError if both sets differ.
     """
     for name, part in model.named_modules():
         if not hasattr(part, "long_short_cos_sin_cache"):

@@ -42,8 +42,8 @@ BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 
 @dataclass
 class PoolPiece:
-    """Implements `EnginePiece` for memory that csrc/engine_pool.cpp allocates. That allocator
-    finally releases the handle that it received in the last call of `set_engine_piece`.
+    """Implements `EnginePiece` for memory of csrc/engine_pool.cpp, which finally releases the
+    handle that it received in the last call of `set_engine_piece`.
     """
 
     address: int
@@ -70,8 +70,7 @@ class EnginePools:
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Context manager: new tensors are allocated in this tag's pool. SGLang enters it once for
-        weights and any number of times for the KV cache.
+        """Allocates new tensors in this tag's pool: once for weights, often for the KV cache.
 
         When the region for weights ends, memory that only loading needed is released, because
         SGLang then measures free memory to size its KV cache. Raises RuntimeError if the pool was
@@ -132,9 +131,7 @@ def _allocator() -> Any:
 
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Disables expandable segments temporarily if the user enabled them, because torch would bypass
-    the pool's allocator.
-    """
+    """Disables expandable segments, with which torch would bypass the pool's allocator."""
     names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
     if is_set:
@@ -148,8 +145,8 @@ def _without_expandable_segments() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
-    """Context manager: an engine that starts in this context allocates its memory in `pools`. If
-    `pools` is None, SGLang allocates the memory itself, on GPUs with torch_memory_saver.
+    """Makes an engine that starts in this context allocate its memory in `pools`, or else itself,
+    on GPUs with torch_memory_saver.
     """
     if pools is None:
         if device.type != "cpu":
@@ -177,12 +174,9 @@ def sleeping_memory(
     in_part: Sequence[Tensor],
     cache_bytes: int,
 ) -> SleepingMemory:
-    """Returns the object that releases and restores a started engine's memory. Raises UserError if
-    the engine's KV cache is outside the pools.
-
-    Args:
-        whole, in_part: Parameters that a weight update overwrites completely, and parameters that
-            it overwrites only in part.
+    """Returns the object that releases and restores a started engine's memory; `whole` and
+    `in_part` are parameters that an update writes completely, and in part. Raises UserError if the
+    KV cache is outside the pools.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
@@ -192,15 +186,12 @@ def sleeping_memory(
 
 
 def caches_of(scheduler: Any) -> list[Tensor]:
-    """Returns the cached keys and values of all layers."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     return [one for name in BUFFERS for one in getattr(pool, name, None) or ()]
 
 
 class SaverMemory:
-    """Implements `SleepingMemory` with SGLang's own functions. SGLang's scheduler must have no
-    requests when a method is called.
-    """
+    """Implements `SleepingMemory` with SGLang's functions, without requests in its scheduler."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device
@@ -209,7 +200,6 @@ class SaverMemory:
         self.released_bytes, self.lends_weights = 0, False
 
     def sleep(self) -> None:
-        """Releases all memory, unless it was already released."""
         if not self.is_asleep:
             free, _ = torch.cuda.mem_get_info()
             self._call("release", [KV_CACHE, WEIGHTS])
@@ -242,13 +232,12 @@ class SaverMemory:
 
 
 def _choose_memory_saver() -> None:
-    """Selects the mode of torch_memory_saver that uses torch's own memory pools, and ensures that
-    these pools may be freed at any time.
+    """Selects torch_memory_saver's mode with torch's own pools, which may then be freed at any
+    time.
 
-    The other mode needs a library that is loaded before Python starts. In the torch mode,
-    torch_memory_saver aborts the process if a pool is freed outside of a region, and torch frees
-    pools at exit. This thread therefore stays inside a region, which affects only allocations in
-    these pools.
+    The other mode needs a library that is loaded before Python starts. In this mode, the package
+    aborts the process if a pool is freed outside of a region, and torch frees pools at exit. This
+    thread therefore stays inside a region, which affects only allocations in these pools.
     """
     from torch_memory_saver import torch_memory_saver as saver
 

@@ -31,8 +31,8 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Penalized(NamedTuple):
-    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are the request's
-    own prompt; the others are response tokens that were drawn earlier.
+    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are its own
+    prompt; the others are response tokens that were drawn earlier.
     """
 
     sampling: SamplingParams
@@ -40,13 +40,7 @@ class _Penalized(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The rows of a batch with penalties.
-
-    Args:
-        names: SGLang's names of all requests of the batch.
-        row_K: Positions of these rows in the batch; None if all rows have penalties.
-        slot_K: Rows of the table that belong to these requests.
-    """
+    """Rows with penalties: positions in the batch (None for all rows), and table rows."""
 
     names: list[str]
     row_K: Tensor | None
@@ -55,10 +49,8 @@ class _Batch(NamedTuple):
 
 
 class TokenTable:
-    """Tokens of requests with penalties, and the penalties' effect on logits.
-
-    The table costs nothing while no request has penalties. Requests are identified by SGLang's
-    names. Passes must be computed one after another, on one stream.
+    """Tokens of requests with penalties, by SGLang's names, and the penalties' effect on logits.
+    Passes must be computed one after another, on one stream.
     """
 
     def __init__(self) -> None:
@@ -70,18 +62,15 @@ class TokenTable:
         self._batch: _Batch | None = None
 
     def add(self, name: str, request: Request) -> None:
-        """Adds a request with penalties that was passed to SGLang."""
         self._penalized[name] = _Penalized(request.sampling, len(request.prompt))
 
     def remove(self, name: str) -> None:
-        """Removes a request that has ended, if it is in the table."""
         if self._penalized.pop(name, None) is not None:
             self._slots.pop(name, None)
             if not self._penalized:
                 self.clear()
 
     def clear(self) -> None:
-        """Removes all requests and frees the memory."""
         self._penalized.clear()
         self._slots.clear()
         self._table = self._batch = self._next = None
@@ -91,9 +80,7 @@ class TokenTable:
         self._next = (requests, has_prompts) if self._penalized else None
 
     def penalized(self, logits_BV: Tensor, position_B: Tensor) -> Tensor:
-        """Returns the logits of the pass with penalties. `position_B` is the position of each row's
-        last token.
-        """
+        """Returns the pass's logits with penalties; position_B is that of last tokens."""
         batch = self._rows(logits_BV)
         if batch is None or self._table is None:
             return logits_BV
@@ -138,7 +125,6 @@ class TokenTable:
         return self._batch
 
     def _write(self, requests: Sequence[Any], logits_BV: Tensor) -> None:
-        """Writes the table rows of requests whose prompts are computed."""
         names = [request.rid for request in requests]
         new = [name for name in names if name not in self._slots]
         free = set(range(len(self._slots) + len(new))) - set(self._slots.values())
@@ -152,7 +138,6 @@ class TokenTable:
         mark(table, [self._slots[name] for name in names], histories)
 
     def _with_room(self, num_slots: int, logits_BV: Tensor) -> Tensor:
-        """Returns the table, enlarged to at least `num_slots` rows."""
         old = self._table
         if old is not None and len(old) >= num_slots:
             return old

@@ -20,9 +20,8 @@ Activate = Callable[[], AbstractContextManager[Any]]
 def configure(server_args: Any, tp_rank: int, gpu_id: int, others: Sequence[Any]) -> Activate:
     """Returns a function that activates the configuration of a new engine.
 
-    Args:
-        tp_rank, gpu_id: Place of the engine in its replica, and number of its GPU.
-        others: Schedulers of this process's open engines, whose process groups the new engine uses.
+    `tp_rank` is the engine's place in its replica. `others` are the schedulers of this process's
+    open engines, whose process groups the new engine uses.
     """
     try:
         from sglang.srt.runtime_context import SpawnRanks, create_context, use_context

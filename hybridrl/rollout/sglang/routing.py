@@ -1,9 +1,8 @@
 """Records the experts that SGLang's routers choose, indexed by slot in the KV cache.
 
 SGLang's own recorder copies each step's experts to pinned host memory, which hosts without GPUs do
-not have. The recorder in this module stores experts on the device instead
-(common/experts_by_slot.py). The experts are read before a request loses its slots and before the
-weights change.
+not have. Here they stay on the device (common/experts_by_slot.py) until a request loses its slots
+or the weights change.
 """
 
 from __future__ import annotations
@@ -24,15 +23,12 @@ from hybridrl.rollout.engine import RunningRequest
 
 
 class RecordedExperts:
-    """Records the experts of all requests in one live engine; replaces SGLang's recorder during
-    that engine's turn.
+    """Records the experts of all requests in one engine; SGLang's recorder in that engine's turn.
 
     During a forward pass, each layer's router writes to one row per token, at addresses that CUDA
     graphs capture. After the pass, the rows are copied to the slots of the tokens' keys.
-    `num_slots` and `max_tokens` include padding.
-
-    Raises:
-        ModelError: If a layer with experts has no router that reports its choices.
+    `num_slots` and `max_tokens` include padding. Raises ModelError if a layer with experts has no
+    such router.
     """
 
     def __init__(
@@ -63,18 +59,18 @@ class RecordedExperts:
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Array:
-        """Called by SGLang to read a finished request's experts before its slots are freed. The
-        last token has no experts, because no forward pass has processed it.
+        """Called by SGLang to read a finished request's experts before its slots are freed. No pass
+        has processed the last token, so it has none.
         """
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
     def record(self, rows: Iterable[tuple[Any, RunningRequest, int]], pool: Any) -> None:
-        """Records new experts of unfinished requests, before their slots are freed. This is a sync
-        point if any experts are new.
+        """Records new experts of unfinished requests, before their slots are freed; a sync point if
+        any.
 
-        A retracted request that is computed again has slots only for its recomputed tokens. The
-        experts of the request's other tokens were recorded when the request was retracted.
+        A retracted request that is computed again has slots only for its recomputed tokens; the
+        experts of its other tokens were recorded when it was retracted.
 
         Args:
             rows: SGLang's request, its row, and its number of prompt and response tokens, the last
@@ -97,9 +93,8 @@ class RecordedExperts:
 
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
-    """Context manager: an engine that starts in this context creates its recorder with `listen`,
-    before graphs are captured. `listen` receives the number of slots in the KV cache, and returns
-    None if experts are not recorded.
+    """Makes an engine that starts in this context create its recorder with `listen`, before graphs
+    are captured, given the number of slots in the KV cache; None if experts are not recorded.
     """
     from sglang.srt.model_executor import model_runner
 
@@ -116,8 +111,8 @@ def make_current(recorder: RecordedExperts | None) -> None:
 
 
 def _routed(model: torch.nn.Module) -> list[int]:
-    """Returns the layers whose routers report their choices. Also sets each router's layer number,
-    which some models, such as Mixtral, leave unset.
+    """Returns the layers whose routers report their choices. Sets each router's layer number, which
+    some models, such as Mixtral, leave unset.
     """
     from sglang.srt.layers.moe.topk import TopK
 

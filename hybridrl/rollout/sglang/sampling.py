@@ -32,7 +32,6 @@ IS_GREEDY = 1.0  # value of `min_p` that keeps only the most probable token
 
 
 def request_sampling(sampling: SamplingParams, seed: int, num_tokens: int) -> Any:
-    """Returns SGLang's sampling parameters for a request that already has `num_tokens` tokens."""
     from sglang.srt.sampling.sampling_params import SamplingParams as SglangSamplingParams
 
     is_greedy = sampling.temperature == 0
@@ -72,10 +71,8 @@ def keep_seeds() -> None:
 
 
 class SeededSampler(torch.nn.Module):
-    """Replaces the sampler of SGLang's model runner.
-
-    While a batch's rows stay the same, SGLang passes the same tensors and never writes to them, so
-    the parameters computed from them are reused.
+    """Replaces the sampler of SGLang's model runner. While a batch's rows stay the same, SGLang
+    passes the same tensors and never writes to them, so computed parameters are reused.
     """
 
     def __init__(self, token_table: TokenTable) -> None:
@@ -119,8 +116,8 @@ class SeededSampler(torch.nn.Module):
         token_ids_logprobs: Any,
         positions: Tensor,
     ) -> Tensor:
-        """Returns the next token of each row, (B,), and stores the log-probabilities in
-        `logits_output`. `positions` contains the position of each row's last token.
+        """Returns each row's next token, (B,), and stores log-probabilities in `logits_output`.
+        `positions` are those of the rows' last tokens.
         """
         seed_B = sampling_info.sampling_seed
         logits_BV = self._token_table.penalized(logits_output.next_token_logits, positions)

@@ -1,10 +1,9 @@
-"""Runs SGLang's scheduler inside this process, one turn of its loop at a time, without sockets or
-threads.
+"""Runs SGLang's scheduler inside this process, one turn of its loop at a time.
 
-The loop is interrupted after one turn, when it tries to receive requests again. Results are read
-from SGLang's request objects. This module replaces SGLang's sockets, its receiver of requests, its
-sender of tokens, its watchdog, its checks of idle servers, and its processing of tokens that do not
-end a request.
+The loop is interrupted when it tries to receive requests again. Results are read from SGLang's
+request objects. This module replaces SGLang's sockets, its receiver of requests, its sender of
+tokens, its watchdog, its checks of idle servers, and its processing of tokens that do not end a
+request.
 """
 
 from __future__ import annotations
@@ -29,17 +28,13 @@ class _TurnIsOverError(Exception):
 
 
 class _Silence:
-    """Receives and drops the scheduler's messages to other processes."""
-
     def send_output(self, output: Any, request: Any = None) -> None:
-        """Drops a message."""
+        """Drops a message to another process."""
 
 
 @contextlib.contextmanager
 def without_watchdog() -> Iterator[None]:
-    """Context manager: disables SGLang's watchdog, a thread that ends the process if no batch runs
-    for a while.
-    """
+    """Disables SGLang's watchdog, which ends the process if no batch runs for a while."""
     from sglang.srt.managers import scheduler
 
     with replaced(scheduler, "create_scheduler_watchdog", lambda *args, **kwargs: None):
@@ -49,9 +44,7 @@ def without_watchdog() -> Iterator[None]:
 def make_scheduler(
     server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int, active: Activate
 ) -> Any:
-    """Returns a new scheduler with its model, KV cache and CUDA graphs. `active` activates the
-    engine's configuration.
-    """
+    """Returns a new scheduler with its model, KV cache and CUDA graphs."""
     from sglang.srt.managers.scheduler import Scheduler
 
     own = {"token_table": TokenTable(), "active": staticmethod(active)}
@@ -60,9 +53,7 @@ def make_scheduler(
 
 
 class _Driven:
-    """Overrides of SGLang's scheduler that let the caller run its loop with `turn`.
-    `make_scheduler` combines this class with SGLang's class, which defines all other attributes.
-    """
+    """Overrides of SGLang's scheduler that let the caller run its loop with `turn`."""
 
     running_batch: Any
     recorder: RecordedExperts | None = None
@@ -142,7 +133,6 @@ class _Driven:
         self._streams = lambda: module.StreamContext(stream)
 
     def turn(self) -> None:
-        """Runs the loop's body once."""
         make_current(self.recorder)
         self._turn_begins = True
         loop = self.event_loop_overlap if self.is_overlapped else self.event_loop_normal
@@ -150,7 +140,6 @@ class _Driven:
             loop()
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Passes the batch's requests to the token table, then runs the batch."""
         self.token_table.prepare(batch.reqs, not batch.forward_mode.is_decode())
         return super().run_batch(batch, *args, **kwargs)  # type: ignore[misc]
 
@@ -194,9 +183,7 @@ class _Driven:
             self.drawn[1].extend(tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
-        """Updates the batch; calls `before_release` before SGLang retracts a request to free its
-        slots.
-        """
+        """Calls `before_release` before SGLang retracts a request to free its slots."""
         if self.recorder is None:
             return super().update_running_batch(batch)  # type: ignore[misc]
         release = batch.release_req
@@ -212,7 +199,6 @@ class _Driven:
             del batch.release_req
 
     def add(self, request: Any) -> Any:
-        """Queues a request and returns the scheduler's own request."""
         with self.active():
             self.handle_generate_request(request)
         queued = self.waiting_queue[-1] if self.waiting_queue else None
@@ -248,10 +234,8 @@ class _Driven:
 
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
-    """Context manager: prevents SGLang from inserting a prompt into the cache if all of its tokens
-    except the last are already cached. Most samples of a prompt meet this condition.
-
-    Inserting such a prompt would take a dozen device operations per request.
+    """Keeps SGLang from inserting prompts into the cache whose tokens, except the last, are cached,
+    as for most samples. That would take a dozen device operations per request.
     """
     lengths = result.extend_input_len_per_req or ()  # None if no log-probabilities are computed
     found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
@@ -268,8 +252,7 @@ def keep_tokens(
     requests: Sequence[Any], tokens: Sequence[int], logps: Sequence[float]
 ) -> list[int]:
     """Appends each drawn token to its request, unless the token ends the request. Returns the
-    positions of the requests that end. Ignores requests that ended or were retracted while the
-    batch was in flight.
+    positions of those that end. Ignores requests that ended or were retracted while in flight.
     """
     ending = []
     for place, request in enumerate(requests):
@@ -290,9 +273,7 @@ def keep_tokens(
 
 
 def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
-    """Returns a decode batch and its result, reduced to the requests at `places`. The result must
-    already be on the host.
-    """
+    """Returns a decode batch and its result, which must be on the host, of requests at `places`."""
     batch, result = copy.copy(batch), copy.copy(result)
     batch.reqs = [batch.reqs[place] for place in places]
     output = result.logits_output = copy.copy(result.logits_output)
@@ -303,13 +284,11 @@ def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
 
 
 def end_soon(request: Any) -> None:
-    """Makes a request end with its next token."""
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     request.to_finish = FINISH_LENGTH(length=len(request.output_ids))
 
 
 def drawn_logps(request: Any) -> list[float]:
-    """Returns the log-probabilities of the tokens drawn for a request so far."""
     logps: list[float] = request.logprob.output_token_logprobs_val
     return logps

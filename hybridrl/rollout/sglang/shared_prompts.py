@@ -22,8 +22,7 @@ AHEAD_TOKENS = 16384
 
 
 class SharedPrompts:
-    """Chooses which queued requests an engine starts; all ranks of a replica choose the same
-    requests.
+    """Chooses which queued requests an engine starts, the same on all ranks of a replica.
 
     Args:
         worth_tokens: Minimum number of saved tokens for which requests wait.
@@ -39,8 +38,8 @@ class SharedPrompts:
         self._first: dict[int, Request] = {}
 
     def due(self, queued: Sequence[Request], is_computing: Callable[[int], bool]) -> list[Request]:
-        """Returns the queued requests to start now, in order. `is_computing` returns whether a
-        started request's prompt is still being computed.
+        """Returns the queued requests to start now, in order. `is_computing` says whether a started
+        request's prompt is still being computed.
         """
         waits = {prompt for prompt, one in self._first.items() if is_computing(one.request_id)}
         tokens = sum(len(self._first[prompt].prompt) for prompt in waits)
@@ -65,7 +64,7 @@ class SharedPrompts:
 
     def _undecided(self, queued: Sequence[Request]) -> dict[int, list[Request]]:
         """Returns the requests of each prompt that several requests share and no request computes
-        yet, by the prompt's number. The result is empty if waiting would save little.
+        yet, by the prompt's number; empty if waiting would save little.
         """
         numbers, prompt_of = self._numbers, self._prompt_of
         found: dict[int, list[Request]] = {}
@@ -82,6 +81,5 @@ class SharedPrompts:
         return shared if self._first or saved >= self._worth_tokens else {}
 
     def forget(self) -> None:
-        """Drops all waiting requests."""
         for known in (self._numbers, self._prompt_of, self._first):
             known.clear()

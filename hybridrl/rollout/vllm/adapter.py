@@ -1,8 +1,4 @@
-"""The `vllm` engine: vLLM inside this process, with live parameters that the hybrid engine writes.
-
-Passes requests to vLLM's continuous batching. common/packaged_engine.py contains the code shared
-with SGLang, and vllm/start.py starts vLLM.
-"""
+"""The `vllm` engine: vLLM in this process, with live parameters that the hybrid engine writes."""
 
 from __future__ import annotations
 
@@ -40,8 +36,6 @@ COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 
 
 class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
-    """One rank's part of a vLLM engine."""
-
     name = "vllm"
     copies = COPIES
 
@@ -82,7 +76,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @cached_property
     def _pixels(self) -> PixelItems:
-        """Prepares images for the tower."""
         vision, directory = self._shape.vision, self._settings.directory
         assert vision is not None and directory is not None
         processor = ImageProcessor(vision, Preprocessing.read(directory, vision))
@@ -167,9 +160,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return names, tokens
 
     def _add_waiting(self) -> None:
-        """Passes requests to vLLM in order, but no more requests than vLLM decodes together,
-        because the others may never start (`steps.max_policy_lag`), and no more images than
-        MAX_PIXEL_BYTES allows. Adding and removing a request takes 0.15 ms of Python.
+        """Passes requests to vLLM in order, up to the number that it decodes together, because
+        others may never start (`steps.max_policy_lag`), with images up to MAX_PIXEL_BYTES. Adding
+        and removing a request takes 0.15 ms of Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:
@@ -249,9 +242,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._end_by_text(name, row, completion)
 
     def _end_by_text(self, name: str, row: RunningRequest, completion: Completion) -> None:
-        """Finishes a request that ended at a stop string, and aborts it in vLLM, which ignores stop
-        strings.
-        """
+        """Finishes a request that ended at a stop string, and aborts it in vLLM."""
         if not row.request.sampling.stop_strings:
             raise RuntimeError(f"vLLM did not end request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])

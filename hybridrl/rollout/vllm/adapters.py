@@ -1,7 +1,7 @@
 """Adapters in a vLLM engine: their slots' memory, their registration, and requests that use them.
 
-vLLM loads adapters from files, and evicts them. Here the adapters are registered without files.
-Each stays in its slot, whose buffers the hybrid engine writes in place.
+vLLM loads adapters from files, and evicts them. Here they are registered without files. Each stays
+in its slot, whose buffers the hybrid engine writes in place.
 """
 
 from __future__ import annotations
@@ -65,12 +65,7 @@ def forget_addresses() -> None:
 
 
 def slot_tensors(model: torch.nn.Module, place: int = 0) -> dict[str, Tensor]:
-    """Returns the memory of an adapter's slots by names of vLLM's modules; A has shape
-    (rank, inputs), B (outputs, rank).
-
-    Args:
-        place: Index of the adapter among vLLM's slots.
-    """
+    """Returns slots at `place` by vLLM's module names: A (rank, inputs), B (outputs, rank)."""
     found: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         for kind in (SLOT_A, SLOT_B):
@@ -81,14 +76,9 @@ def slot_tensors(model: torch.nn.Module, place: int = 0) -> dict[str, Tensor]:
 
 
 class LiveAdapters:
-    """The adapters in a started vLLM engine.
+    """The adapters in a started vLLM engine, by name in the order of their slots.
 
-    Args:
-        runner: vLLM's model runner.
-        names: Names of the adapters, in the order of their slots.
-
-    Attributes:
-        requests: vLLM's LoRARequest for each adapter by name; its path is never read.
+    `requests` has vLLM's LoRARequest for each; its path is never read.
     """
 
     def __init__(self, runner: Any, names: Sequence[str]) -> None:
@@ -112,13 +102,10 @@ class LiveAdapters:
                 torch._foreach_zero_(list(slot_tensors(self._model, place).values()))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns the memory of an adapter's slots by names of vLLM's modules."""
         return slot_tensors(self._model, self._names.index(name))
 
     def check(self) -> None:
-        """Raises RuntimeError if vLLM no longer has each adapter in its slot: requests would then
-        be computed with other weights.
-        """
+        """Raises RuntimeError if vLLM has moved an adapter: requests would use other weights."""
         numbers = [request.lora_int_id for request in self.requests.values()]
         found = self._manager.lora_index_to_id
         if found[: len(numbers)] != numbers or any(found[len(numbers) :]):

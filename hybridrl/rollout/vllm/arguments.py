@@ -1,7 +1,4 @@
-"""Computes vLLM's arguments from an engine's settings.
-
-Owns the size of the KV cache. Does not import vLLM, so that it can be tested without vLLM.
-"""
+"""Computes vLLM's arguments from an engine's settings, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ def engine_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns keywords of vLLM's EngineArgs, which have the same meaning in all supported versions.
+    """Returns keywords of vLLM's EngineArgs, which mean the same in all supported versions.
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
@@ -138,9 +135,7 @@ def engine_arguments(
 
 
 def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns the maximum number of tokens, mostly from prompts, that a step on a GPU computes; at
-    least one per request.
-    """
+    """Returns the most tokens, mostly from prompts, that a step on a GPU computes."""
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:
         width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
@@ -168,10 +163,8 @@ def _gpu_memory(
 
 
 def _caches_prefixes(shape: ModelShape, is_cpu: bool) -> bool:
-    """Whether vLLM caches the keys, values and states of prompts.
-
-    With recurrent layers, vLLM caches states at the ends of chunks of a prompt, which need chunked
-    prefill (models/config.py, MambaModelConfig, 0.26), so that it cannot cache prefixes on CPU.
+    """Whether vLLM caches the keys, values and states of prompts. With recurrent layers, this needs
+    chunked prefill (models/config.py, MambaModelConfig, 0.26), which CPUs do not have.
     """
     return shape.mixer is None or not is_cpu
 

@@ -18,8 +18,7 @@ from hybridrl.rollout.vllm.steady_rows import SteadyRows
 
 def scheduler_fits(scheduler: Any) -> bool:
     """Whether the shortcuts support a scheduler: no draft tokens, pipeline or connectors, and a
-    supported cache that needs no zeroing. Adapters never make a request wait, because each has a
-    slot.
+    supported cache that needs no zeroing. Adapters never make a request wait.
     """
     parts = scheduler.connector, scheduler.ec_connector
     has_none = parts == (None,) * 2 and not scheduler.use_pp and scheduler.num_spec_tokens == 0
@@ -28,9 +27,7 @@ def scheduler_fits(scheduler: Any) -> bool:
 
 
 def cache_fits(manager: Any) -> bool:
-    """Whether the shortcuts support the cache of a `KVCacheManager`: only full attention, in blocks
-    that are not split across ranks.
-    """
+    """Whether a `KVCacheManager` has only full attention, in blocks not split across ranks."""
     managers = manager.coordinator.single_type_managers
     if [type(one).__name__ for one in managers] != ["FullAttentionManager"]:
         return False
@@ -39,11 +36,7 @@ def cache_fits(manager: Any) -> bool:
 
 
 class StepTokens(NamedTuple):
-    """Tokens drawn in one step.
-
-    Args:
-        names: vLLM's names of the requests, in the order of `tokens` and `logps`.
-    """
+    """Tokens drawn in one step, with vLLM's names of the requests."""
 
     names: list[str]
     tokens: list[int]
@@ -57,7 +50,6 @@ class StepBuffer:
         self._steps: list[StepTokens] = []
 
     def fits(self, step: StepTokens) -> bool:
-        """Whether a step has the same requests as the buffered steps."""
         return not self._steps or self._steps[-1].names == step.names
 
     def add(self, step: StepTokens) -> None:
@@ -83,8 +75,8 @@ class DecodingSteps:
 
     Args:
         scheduler: Scheduler of a live engine whose requests need log-probabilities, and no
-            structured output, images or repetition checks. The scheduler's `schedule`,
-            `update_from_output` and `finish_requests` are replaced.
+            structured output, images or repetition checks. Its `schedule`, `update_from_output` and
+            `finish_requests` are replaced.
         is_known: Whether this version's scheduler was compared (vllm/version.py); otherwise only
             log-probabilities are read.
     """
@@ -115,20 +107,17 @@ class DecodingSteps:
         scheduler.update_from_output = self._update_from_output
 
     def take_steps(self) -> list[StepTokens]:
-        """Returns the tokens of each step since the last call, except tokens in vLLM's own output,
+        """Returns the tokens of each step since the last call, except those in vLLM's own output,
         which always contains a request's last token.
         """
         drawn, self._drawn = self._drawn, []
         return drawn
 
     def logp(self, request_id: str) -> float:
-        """Returns the log-probability of a request's token in vLLM's last output."""
         return self._logps[request_id]
 
     def write(self) -> None:
-        """Brings vLLM's requests up to date with the current step; must be called before the
-        requests are read.
-        """
+        """Brings vLLM's requests up to date; must be called before they are read."""
         if self._steady is not None:
             self._steady.write()
 
@@ -167,8 +156,7 @@ class DecodingSteps:
 
     def _decoding(self) -> list[tuple[Any, int, bool]]:
         """Returns this step's requests, each with its number of computed tokens and whether its
-        last block has room. Returns an empty list if any request does not decode, or the cache may
-        be too small.
+        last block has room; [] if a request does not decode, or the cache may be too small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
@@ -202,8 +190,8 @@ class DecodingSteps:
         return rows
 
     def _hand_out_steady(self, steady: SteadyRows) -> Any:
-        """Schedules the next step of steady rows. Returns None if the rows are no longer steady, or
-        the cache may be too small.
+        """Schedules the next step of steady rows; None if they are no longer steady, or the cache
+        may be too small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()

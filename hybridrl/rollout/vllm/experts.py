@@ -1,9 +1,8 @@
 """Places vLLM's experts where they are trained, and computes experts on CPU.
 
 vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, and would silently misread
-weights that are written later. vLLM's kernel also ignores `expert_map`. This module leaves the
-parameters unpacked and computes experts with torch. This workaround may be removed once vLLM has a
-CPU kernel for unpacked experts.
+weights that are written later. Its kernel also ignores `expert_map`. This module leaves the
+parameters unpacked and computes with torch, until vLLM has a CPU kernel for unpacked experts.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ from hybridrl.rollout.common.process_state import replaced
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
-    """Assigns these experts (ascending) to this rank in every layer, replacing vLLM's own
-    assignment.
+    """Assigns these experts (ascending) to this rank in every layer, instead of vLLM's own.
 
     vLLM's loader and kernels look up an expert's local index, or -1, in `expert_map`, (experts,).
-    The layer and its map manager each have a map or share one; both are written in place.
-
-    Raises:
-        ModelError: If a layer or its manager has no `expert_map`, or a map for another number of
-            experts.
+    The layer and its map manager each have a map or share one; both are written in place. Raises
+    ModelError if one has no map, or a map for another number of experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
     for part in found:
@@ -56,11 +51,10 @@ def _no_map(name: str) -> ModelError:
 
 @contextlib.contextmanager
 def experts_without_adapters() -> Iterator[None]:
-    """Within the `with` block, makes vLLM choose kernels for experts as in an engine without
-    adapters.
+    """Makes vLLM choose kernels for experts as in an engine without adapters.
 
-    An engine with adapters in any layers would get kernels for adapters of experts (0.26, 0.32).
-    They need triton, which is absent on CPU, or pack gate and up in another order.
+    Those for adapters of experts (0.26, 0.32), which adapters in any layers would cause, need
+    triton, which is absent on CPU, or pack gate and up in another order.
     """
     from vllm.model_executor.layers.fused_moe import layer
 

@@ -1,8 +1,7 @@
 """Starts vLLM with FP8 weights that updates write in place.
 
-Pins the kernels, because some of vLLM's kernels repack weights after loading, which updates could
-then not write. Updates write scales that are powers of two. Such scales suit all kernels, with or
-without DeepGEMM's requirement of powers of two.
+Pins the kernels, because some repack weights after loading, which updates could then not write.
+Updates write scales that are powers of two, which suit all kernels, with or without DeepGEMM.
 """
 
 from __future__ import annotations
@@ -43,17 +42,12 @@ def is_cache_scale(name: str) -> bool:
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Sets the environment variables of the pinned kernels; must precede the import of vLLM.
-
-    Raises:
-        UserError: The GPU is too old.
-    """
+    """Sets the pinned kernels' variables before vLLM is imported; UserError for too old GPUs."""
     os.environ.update(ENVIRONMENT[LINEAR_BACKEND])
     check_gpu(device, "rollout.quantization", "none")
 
 
 def check_gpu(device: torch.device, knob: str, off: str) -> None:
-    """Raises UserError if the GPU is too old for FP8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         raise UserError(
             knob,
@@ -64,10 +58,8 @@ def check_gpu(device: torch.device, knob: str, off: str) -> None:
 
 
 def check_kernels(model: torch.nn.Module, version: str) -> None:
-    """Checks that all quantized layers use the pinned kernels.
-
-    Raises:
-        ModelError: A layer uses another kernel, or the environment has changed. Names the layer.
+    """Raises ModelError if a quantized layer, which it names, does not use the pinned kernel, or if
+    the environment has changed.
     """
     from vllm import envs
 
@@ -103,11 +95,9 @@ def _other_kernel(name: str, found: object, wanted: str, version: str) -> ModelE
 
 @contextlib.contextmanager
 def before_processing(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Context manager: calls `prepare` with vLLM's new module before vLLM processes its weights for
-    kernels. Afterwards FP8 parameters no longer have loaders.
-
-    Scales of attention are marked as missing from the checkpoint, because random ones would
-    saturate an FP8 cache.
+    """Calls `prepare` with vLLM's new module before vLLM processes its weights for kernels, after
+    which FP8 parameters have no loaders. Marks scales of attention as missing from the checkpoint,
+    because random ones would saturate an FP8 cache.
     """
     from vllm.model_executor.model_loader import base_loader
 

@@ -20,13 +20,8 @@ from hybridrl.rollout.common.fp8_op import multiply_many_tokens_by
 
 def multiply_unrounded_tokens(model: torch.nn.Module, max_batch: int) -> None:
     """Makes linear layers with FP8 weights multiply few tokens without rounding them, if that was
-    measured for a weight's sizes and for `max_batch` tokens. The other layers keep vLLM's product.
-
-    An engine that decodes more requests at once would mostly use vLLM's product, without the
-    fusions of torch.compile.
-
-    Args:
-        max_batch: Maximum number of requests that the engine decodes together.
+    measured for a weight's sizes and `max_batch` tokens. An engine that decodes more requests at
+    once would mostly use vLLM's product, without the fusions of torch.compile.
     """
     kinds: dict[type, type] = {}
     kernel: Any = None
@@ -51,6 +46,6 @@ def multiply_unrounded_tokens(model: torch.nn.Module, max_batch: int) -> None:
 
 
 def _apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the layer's output; replaces `apply` of vLLM's method. x has shape (..., inputs)."""
+    """Replaces `apply` of vLLM's method. x has shape (..., inputs)."""
     y: Tensor = torch.ops.hybridrl.fp8_linear(x, layer.weight, layer.weight_scale_inv)
     return y if bias is None else y + bias

@@ -1,6 +1,5 @@
-"""Logits in float32, as in the trainer, for vLLM's models of other data types on CPU.
-
-vLLM itself would convert the whole output layer in every step.
+"""Logits in float32, as in the trainer, for vLLM's models of other data types on CPU, where vLLM
+itself would convert the whole output layer in every step.
 """
 
 from __future__ import annotations

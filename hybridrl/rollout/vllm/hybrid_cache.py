@@ -21,12 +21,8 @@ LARGE_RATIO = 1.5
 
 @dataclass(frozen=True)
 class HybridCache:
-    """Sizes of vLLM's cache on one rank.
-
-    Args:
-        block_size: Number of positions in a block of an attention layer.
-        block_bytes: Bytes of one block in all layers of a group.
-        attention_groups, recurrent_groups: Numbers of groups of each kind.
+    """Sizes of vLLM's cache on one rank: positions in a block of an attention layer, bytes of one
+    block in all layers of a group, and groups of each kind.
     """
 
     block_size: int
@@ -38,13 +34,9 @@ class HybridCache:
     def of(
         shape: ModelShape, tp: int, least_block_size: int, cache_itemsize: int, itemsize: int
     ) -> HybridCache:
-        """Returns the sizes for a model with attention and recurrent layers.
-
-        Args:
-            shape: Sizes of the model.
-            tp: Tensor-parallel size of the engine.
-            least_block_size: Number of positions of which a block holds a multiple.
-            cache_itemsize, itemsize: Bytes per element of keys and values, and of the model.
+        """Returns the sizes for a model with attention and recurrent layers. A block holds a
+        multiple of `least_block_size` positions. Item sizes are those of keys and values, and of
+        the model.
         """
         assert shape.mixer is not None
         per_position = shape.cached_elements(tp) * cache_itemsize
@@ -58,12 +50,7 @@ class HybridCache:
         return HybridCache(block_size, block_size * per_position * group, attention, recurrent)
 
     def blocks_per_request(self, num_tokens: int, caches_prefixes: bool) -> int:
-        """Returns how many blocks the longest request needs.
-
-        Args:
-            num_tokens: Length of the request.
-            caches_prefixes: Whether vLLM caches prefixes. A request then has two states at a time.
-        """
+        """Returns the blocks of the longest request; cached prefixes need a second state."""
         states = 2 if caches_prefixes else 1
         positions = -(-num_tokens // self.block_size)
         return self.attention_groups * positions + self.recurrent_groups * states

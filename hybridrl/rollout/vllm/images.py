@@ -1,9 +1,8 @@
 """Passes images to vLLM, as pixel values that the trainer's own code has made.
 
-vLLM's processor of images is not used: it would resize and normalize with other code than the
-trainer, needs a tokenizer, and on CPUs a torchvision that loads. A request that is passed to vLLM's
-core contains the prompt's tokens, with a placeholder for each feature of an image, and the values
-that the vision tower reads.
+vLLM's processor of images would resize and normalize with other code than the trainer, needs a
+tokenizer, and on CPUs a torchvision that loads. Here a request to vLLM's core contains the prompt's
+tokens, with a placeholder for each feature of an image, and the vision tower's inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ NUM_FOLLOWING = 64  # requests whose images are decoded ahead
 
 
 def image_arguments() -> dict[str, Any]:
-    """Returns keywords of vLLM's EngineArgs for a model with a vision tower."""
     return {
         "limit_mm_per_prompt": {IMAGE: MAX_IMAGES, "video": 0},
         # Every rank has a whole tower, as in training.
@@ -50,7 +48,7 @@ def image_arguments() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[None]:
-    """Context manager: engines that start in this context have no processor of images.
+    """Makes engines that start in this context have no processor of images.
 
     vLLM asks the processor only for its own cache, and for limits, by which it sizes the cache of
     features: an image has at most as many tokens as a request.
@@ -75,12 +73,8 @@ def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[N
 
 
 class PixelItems:
-    """Pixel values of the images of requests, as vLLM stores them. Requests with the same image,
-    such as the samples of a prompt, share its values.
-
-    Args:
-        processor: Processor of the images.
-        dtype: Type of the vision tower, to which the values are rounded.
+    """Pixel values of requests' images, as vLLM stores them, rounded to the tower's `dtype`.
+    Requests with the same image, such as the samples of a prompt, share its values.
     """
 
     def __init__(self, processor: ImageProcessor, dtype: torch.dtype) -> None:
@@ -90,11 +84,8 @@ class PixelItems:
         self._pool = ThreadPoolExecutor(NUM_DECODERS, "images")
 
     def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Starts to decode images in other threads, for which `features_of` then waits.
-
-        Args:
-            contents: All images that may be needed next, in order; of these, at most MAX_AHEAD are
-                held. Others, such as those of aborted requests, are forgotten.
+        """Starts to decode up to MAX_AHEAD of these images, which may be needed next, in other
+        threads. Forgets all other images, such as those of aborted requests.
         """
         following = {content.key: content for content in contents}
         for key in [key for key in self._decoded if key not in following]:
@@ -106,7 +97,6 @@ class PixelItems:
                 self._decoded[key] = self._pool.submit(self._processor.patches, content)
 
     def patches_of(self, content: Content) -> NDArray[np.uint8]:
-        """Returns an image's patches; waits for them if they are being decoded ahead."""
         started = self._decoded.pop(content.key, None)
         return self._processor.patches(content) if started is None else started.result()
 
@@ -118,12 +108,9 @@ class PixelItems:
         return {one.key: int(one.arrays[GRID].prod()) * size for one in contents}
 
     def features_of(self, contents: Sequence[Content], num_updates: int) -> list[Any]:
-        """Returns vLLM's description of a prompt's images.
-
-        Args:
-            num_updates: Number of weight updates of the engine so far. It is part of the name by
-                which vLLM caches features, so features of an earlier tower are not used. Versions
-                of weights would not do, because they may repeat.
+        """Returns vLLM's description of a prompt's images. The number of weight updates is part of
+        the name by which vLLM caches features, so those of an earlier tower are not used. Versions
+        of weights would not do, because they may repeat.
         """
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 

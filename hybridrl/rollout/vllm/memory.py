@@ -34,9 +34,7 @@ class Allocation:
 
 
 def allocations() -> list[Allocation]:
-    """Returns the pieces that vLLM's allocator uses for weights and KV cache, in order of
-    addresses.
-    """
+    """Returns vLLM's pieces for weights and KV cache, in order of addresses."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     found = []

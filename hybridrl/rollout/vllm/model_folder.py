@@ -1,6 +1,4 @@
-"""Provides the folder with the config.json that an engine loads. Imports neither an engine nor
-torch.
-"""
+"""Provides the folder with the config.json that an engine loads. No engine, no torch."""
 
 from __future__ import annotations
 
@@ -25,14 +23,13 @@ MAX_STARTS = (
 
 @contextlib.contextmanager
 def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iterator[Path]:
-    """Provides a folder that contains this config.json; its path is the same whenever this rank's
-    engine starts.
+    """Provides a folder with this config.json, at the same path whenever this rank's engine starts.
 
     vLLM looks up compiled code by the model's path; with a new path it compiles for 25 to 40 s.
     Compiled code also depends on the tensor-parallel rank and on how this package changes the
-    model, but vLLM's key contains neither. Each rank of a replica and each version of this
-    package's code therefore has its own folder, and so has each concurrent job. The folder is in
-    `cache_folder("engines")`; if that is not writable, a temporary folder is used.
+    model, but vLLM's key contains neither. Each rank of a replica, each version of this package's
+    code and each concurrent job therefore has its own folder, in `cache_folder("engines")` or, if
+    that is not writable, in a temporary folder.
     """
     text = json.dumps(content, sort_keys=True).encode()
     name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
@@ -55,12 +52,9 @@ def _code() -> str:
 
 
 def _locked(place: Path, text: bytes, stack: contextlib.ExitStack) -> Path:
-    """Returns the first folder for `place` that no other process uses, locked until `stack` closes.
-    If file locks are unsupported, or if the folder is complete but not writable, several processes
-    may use it.
-
-    Raises:
-        OSError: If the folder cannot be written, or too many processes start at the same time.
+    """Returns the first folder for `place` that no other process uses, locked until `stack` closes;
+    without file locks, or if the folder is complete but not writable, it may be shared. Raises
+    OSError if it cannot be written, or too many processes start at the same time.
     """
     for number in range(MAX_STARTS):
         folder = place if number == 0 else place.with_name(f"{place.name}-{number}")

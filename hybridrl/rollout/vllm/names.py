@@ -1,7 +1,5 @@
-"""Names of vLLM's parameters that differ from those in HF checkpoints, apart from fused parameters.
-
-vLLM's GPT-OSS has its own names for attention and the embedding, and models with images have others
-for their parts. No vLLM.
+"""Names of vLLM's parameters that differ from those in HF checkpoints, apart from fused ones: in
+GPT-OSS, and in models with images. No vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ _RENAMED = (
 
 
 def hf_style(name: str) -> str:
-    """Returns the name of a parameter or module as the layout of engines has it."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name

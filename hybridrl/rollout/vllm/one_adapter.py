@@ -1,5 +1,4 @@
-"""Computes an engine's only adapter with dense products, instead of vLLM's kernels for many
-adapters.
+"""Computes an engine's only adapter with dense products, instead of vLLM's kernels for several.
 
 vLLM's kernels sort tokens by adapter, and split small products over the GPU. With one adapter,
 cuBLAS and one kernel (kernels/adapters.py) take less time, and A x is computed on a second stream
@@ -26,9 +25,7 @@ USUAL_LAYERS = (
 
 
 class _OneAdapter:
-    """A linear layer that vLLM has wrapped for adapters; replaces the method that uses vLLM's
-    kernels.
-    """
+    """A linear layer that vLLM has wrapped for adapters, without vLLM's kernels."""
 
     def apply(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns the layer's output with the adapter; x has shape (..., inputs)."""
@@ -40,7 +37,7 @@ class _OneAdapter:
 
 
 def compute_densely(model: torch.nn.Module) -> None:
-    """Makes the linear layers that vLLM has wrapped compute densely, for an engine that has one
+    """Makes the linear layers that vLLM has wrapped compute densely, for an engine with one
     adapter. Their A slots move to contiguous memory, so that one product computes those of all
     projections. Layers with a `forward` of their own keep vLLM's kernels.
     """

@@ -38,9 +38,8 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
 
 
 def sampling_params(request: Request, num_tokens: int) -> Any:
-    """Returns vLLM's SamplingParams for the rest of a response. The response's first `num_tokens`
-    tokens become part of vLLM's prompt, so ValueError is raised if there are any and the request
-    has a presence_penalty.
+    """Returns vLLM's SamplingParams for the rest of a response, whose first `num_tokens` tokens are
+    part of vLLM's prompt. Raises ValueError if there are any, with a presence_penalty.
     """
     from vllm import SamplingParams
 
@@ -66,11 +65,9 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
 
 
 def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
-    """Returns the error for a continued request with presence_penalty: vLLM treats its earlier
-    tokens as part of the prompt, to which the penalty does not apply.
-
-    Configurations cannot cause this, because training rejects penalties and evaluations are not
-    interrupted. Only a script that passes SamplingParams to the sampler can cause it.
+    """Returns the error for a continued request with presence_penalty, which vLLM would not apply
+    to earlier tokens. Only a script that passes SamplingParams to the sampler can cause it, because
+    training rejects penalties and evaluations are not interrupted.
     """
     if not request.sampling.presence_penalty or not num_tokens:
         return None

@@ -1,8 +1,7 @@
 """Records the experts that vLLM's routers choose, indexed by slot in the KV cache.
 
 Only newer vLLM versions can record experts, and their CPU runner cannot. Here each router writes
-its choices to the slot of the token's keys (common/experts_by_slot.py). The slots are read before a
-request loses them and before weights change.
+its choices to the slot of the token's keys (common/experts_by_slot.py).
 """
 
 from __future__ import annotations
@@ -21,15 +20,10 @@ from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 class RecordedExperts:
-    """Records the experts of all requests in one live engine; must be created before graphs are
-    captured.
+    """Records the experts of all requests in one engine; created before graphs are captured.
 
-    Args:
-        cache: vLLM's `KVCacheConfig` on this rank.
-
-    Raises:
-        ModelError: A layer with experts has no observable router, or vLLM may free KV cache slots
-            before a request ends.
+    Raises ModelError if a layer with experts has no observable router, or if vLLM may free KV cache
+    slots before a request ends. `cache` is vLLM's `KVCacheConfig` on this rank.
     """
 
     def __init__(
@@ -46,9 +40,8 @@ class RecordedExperts:
             found[layer].set_capture_fn(self._writer(index))
 
     def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
-        """Starts recording: from now on, the experts of each request in `running` (keyed by vLLM's
-        names) are recorded before its slots are freed. Raises ModelError if keys may lose their
-        slots before a request ends.
+        """Starts to record the experts of the requests in `running`, by vLLM's names, before their
+        slots are freed. Raises ModelError if keys may lose their slots before a request ends.
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
@@ -75,11 +68,7 @@ class RecordedExperts:
         return write
 
     def record_running(self) -> None:
-        """Records the experts of all running requests' computed tokens; the requests keep their
-        slots.
-
-        vLLM's requests must be up to date (`DecodingSteps.write`).
-        """
+        """Records experts of running requests, which must be up to date (`DecodingSteps.write`)."""
         self._record(self._requests[name] for name in self._running if name in self._requests)
 
     def _record_and_free(self, request: Any) -> None:
@@ -87,9 +76,8 @@ class RecordedExperts:
         self._free(request)
 
     def _record(self, requests: Iterable[Any]) -> None:
-        """Records the experts of computed tokens that were not recorded yet. For a partly computed
-        prompt, these are its computed chunks. A preempted request has no new tokens until it passes
-        the point at which it was preempted. A sync point if there are new tokens.
+        """Records the experts of computed tokens that were not recorded yet; a sync point if any. A
+        preempted request has none until it passes the point at which it was preempted.
         """
         rows: list[RunningRequest] = []
         slots: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Starts a vLLM engine inside this process, on the ranks that this package's layout assigns.
+"""Starts a vLLM engine inside this process, on the ranks that the layout assigns.
 
 `start` and `stop` are collective over all ranks. Owns vLLM's environment variables and process
-groups, and a few repairs of the installed version, each with its reason. Does not own generation.
+groups, and a few repairs of the installed version, each with its reason.
 """
 
 from __future__ import annotations
@@ -77,16 +77,14 @@ def start(
     Args:
         prepare: Called with the new module, before vLLM adds adapters' slots, measures memory and
             captures graphs.
-        prepare_loading: Called with the new module of an engine with FP8 weights, before vLLM
-            processes its weights.
-        prepare_adapter: Called with the module after vLLM has added the slots, if the engine has an
-            adapter.
-        listen: Called with the module and vLLM's `KVCacheConfig` of this rank, before graphs are
-            captured.
+        prepare_loading: Called with the module before vLLM processes its FP8 weights, if it has
+            any.
+        prepare_adapter: Called with the module after vLLM has added slots for adapters, if any.
+        listen: Called with the module and vLLM's `KVCacheConfig`, before graphs are captured.
 
     Raises:
-        UserError: If vLLM cannot be imported, or rejects the model or the memory.
-        RuntimeError: If an engine of another layout is still open.
+        UserError: vLLM cannot be imported, or rejects the model or the memory.
+        RuntimeError: An engine of another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
     is_fp8 = settings.quantization == "fp8"
@@ -184,9 +182,8 @@ def _make_engine(
 
 
 def stop(engine: LiveEngine) -> None:
-    """Shuts down the engine and, if it is the process's last, vLLM's process groups.
-
-    vLLM's own shutdown is not used: it would also destroy the trainer's default process group.
+    """Shuts down the engine and, if it is the process's last, vLLM's process groups. vLLM's own
+    shutdown would also destroy the trainer's default process group.
     """
     from vllm.distributed import parallel_state
 
@@ -220,9 +217,8 @@ def _import_vllm(version: str, is_cpu: bool) -> None:
 def _compute_with_live_parameters() -> None:
     """Makes CPU layers compute with their live parameters, which the hybrid engine writes.
 
-    vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
-    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live
-    parameter. vllm/experts.py does the same for experts.
+    vLLM on CPU packs linear layers' weights for oneDNN (bf16 on AMX machines: for its own kernels)
+    and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live parameter.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -233,7 +229,7 @@ def _compute_with_live_parameters() -> None:
 
 
 def _convolve_with_live_parameters() -> None:
-    """Makes CPU engines compute convolutions of gated delta nets with their live parameters.
+    """Makes CPU engines compute convolutions of gated delta nets with live parameters.
 
     On CPUs with AVX512-BF16, vLLM (0.32) packs their weights in place. Only the code of these
     convolutions asks for this feature (layers/utils.py, mamba/ops/cpu/gdn_attention.py). The patch
@@ -244,10 +240,8 @@ def _convolve_with_live_parameters() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout) -> Iterator[None]:
-    """Context manager: makes vLLM build its process groups over the ranks that the layout assigns.
-
-    vLLM maps its grid (replicas, ..., tensor parallel) to consecutive ranks; here each grid
-    position is translated to the rank that the layout assigns.
+    """Makes vLLM, which maps its grid (replicas, ..., tensor parallel) to consecutive ranks, build
+    its process groups over the ranks that the layout assigns.
     """
     from vllm.distributed import parallel_state
 
@@ -265,10 +259,10 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
 def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
     """Makes CPU engines' tensor-parallel collectives wait without occupying a core.
 
-    vLLM's own collectives spin on shared memory. If there are more ranks than cores, a waiting rank
-    then occupies the core that its peer needs: 4 ranks on 2 busy cores took 1.6 s per token,
-    instead of 0.05 s with gloo. The name of the shared memory also contains only the ranks, so two
-    jobs on one machine would use the same memory.
+    vLLM's own spin on shared memory. If there are more ranks than cores, a waiting rank then
+    occupies the core that its peer needs: 4 ranks on 2 busy cores took 1.6 s per token, instead of
+    0.05 s with gloo. Its memory's name contains only the ranks, so two jobs on one machine would
+    share it.
     """
     if not is_cpu:
         yield
@@ -284,8 +278,8 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 def _after_loading(
     prepare: Callable[[torch.nn.Module], None], prepare_adapter: Callable[[torch.nn.Module], None]
 ) -> Iterator[None]:
-    """Context manager: calls `prepare` with vLLM's new module while the memory pool for weights is
-    in use, and `prepare_adapter` after vLLM has wrapped the layers that have adapters.
+    """Calls `prepare` with vLLM's new module while the memory pool for weights is in use, and
+    `prepare_adapter` after vLLM has wrapped the layers that have adapters.
 
     The pool can then free the parameters that `prepare` replaces. `prepare` runs before vLLM wraps
     layers: the loader of a model with wrapped layers needs other names in vLLM 0.26.
@@ -326,9 +320,7 @@ def _after_loading(
 
 @contextlib.contextmanager
 def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator[None]:
-    """Context manager: when vLLM has allocated its KV cache, calls `listen` with the module and the
-    cache's configuration.
-    """
+    """Calls `listen` with the module and the configuration of vLLM's allocated KV cache."""
     from vllm.v1.worker.gpu_worker import Worker
 
     initialize = Worker.initialize_from_config
@@ -344,8 +336,7 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator
 
 @contextlib.contextmanager
 def second_runner(architectures: Sequence[str]) -> Iterator[None]:
-    """Context manager: an engine that starts in this context uses vLLM's second model runner if
-    possible.
+    """Makes an engine that starts in this context use vLLM's second model runner if possible.
 
     vLLM 0.26 uses this runner for dense models and for listed mixtures of experts; newer versions
     have no list. On H200, decode steps of a Qwen3 mixture were 1.07 to 1.6 times as fast with this
@@ -360,10 +351,9 @@ def second_runner(architectures: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def any_world_size(architectures: Sequence[str]) -> Iterator[None]:
-    """Context manager: makes vLLM's GPT-OSS start in jobs of any size.
-
-    Its experts' width must be a multiple of the number of ranks of the whole job (gpt_oss.py, 0.32,
-    MLPBlock), although only the ranks of an engine divide it.
+    """Makes vLLM's GPT-OSS start in jobs of any size. Its experts' width must be a multiple of the
+    whole job's number of ranks (gpt_oss.py, 0.32, MLPBlock), although only an engine's ranks divide
+    it.
     """
     if "GptOssForCausalLM" not in architectures:
         yield
@@ -388,8 +378,8 @@ def compute_on_current_stream(runner: type) -> None:
 
 def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and position, and draws all rows
-    together, as the second model runner does. The first runner has a generator for each request,
-    whose state is lost in a continued request, and launches one draw per row.
+    together, as the second model runner does. The first has a generator for each request, whose
+    state is lost in a continued request, and launches one draw per row.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 

@@ -1,10 +1,8 @@
-"""Counters of vLLM requests that all decode one token per step, while no request begins, ends or is
-removed.
+"""Counters of vLLM requests that all decode one token per step, while none begins, ends or leaves.
 
-Between such events, each step changes the same few counters of every request by one. This module
-counts for all requests together, and writes the counters to vLLM's requests before vLLM reads them:
-to a single request at a block boundary of the KV cache, and to all requests when the series of
-steps ends.
+Each step then changes the same few counters of every request by one. This module counts for all
+requests together, and writes the counters before vLLM reads them: to a single request at a block
+boundary of the KV cache, and to all requests when the series of steps ends.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ MAX_BUFFERED = 256
 
 
 class SteadyRows:
-    """All running requests, which decode together, in the scheduler's order; `fit` must be true for
-    them.
+    """All running requests, which decode together (`fit`), in the scheduler's order.
 
     Args:
         size: Number of tokens in a cache block; at least 3.
@@ -70,7 +67,6 @@ class SteadyRows:
 
     @property
     def can_be_handed_out(self) -> bool:
-        """Whether the next step can contain all rows again."""
         if self._is_async:
             return self._num_taken < self._room
         return not self._num_under_way
@@ -97,17 +93,15 @@ class SteadyRows:
         return found
 
     def hand_out(self) -> tuple[list[int], list[int]]:
-        """Counts a scheduled step; returns each row's number of computed tokens and of drawn tokens
-        before it.
-        """
+        """Counts a scheduled step; returns each row's numbers of computed and of drawn tokens."""
         number = self._num_handed
         self._num_handed += 1
         return (self._computed + number).tolist(), (self._drawn + number).tolist()
 
     def take(self, index: dict[str, int], sampled: Sequence[Sequence[int]]) -> list[int] | None:
-        """Counts a step's tokens and returns them by row. Returns None and counts nothing if any
-        token is its request's last, or if any row does not have exactly one token. `index` maps
-        names to positions in `sampled`.
+        """Counts a step's tokens and returns them by row; None, without counting, if any is its
+        request's last, or if a row does not have exactly one. `index` maps names to positions in
+        `sampled`.
         """
         if self._num_taken >= self._room:
             return None
@@ -124,7 +118,6 @@ class SteadyRows:
         return tokens
 
     def write(self) -> None:
-        """Brings all of vLLM's requests up to date."""
         for row in range(len(self._requests)):
             self._write(row)
         self._kept.clear()

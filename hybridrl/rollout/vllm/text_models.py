@@ -1,8 +1,7 @@
 """Registers the text parts of multimodal models with vLLM, where vLLM itself does not.
 
-vLLM 0.26 registers Qwen3.5 only as a multimodal model, although its code contains the text part as
-a class of its own. That class lacks the description of recurrent states, which only the multimodal
-class has. Newer versions register a complete class.
+vLLM 0.26 contains, but does not register, the text part of Qwen3.5, as a class that lacks the
+description of recurrent states. Newer versions register a complete class.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def register_text_models(architectures: Sequence[str]) -> None:
-    """Registers those of the architectures that vLLM contains but does not register."""
     from vllm import ModelRegistry
 
     missing = [
@@ -42,8 +40,8 @@ def register_text_models(architectures: Sequence[str]) -> None:
 
 
 def text_config(content: Mapping[str, Any], architectures: Sequence[str]) -> dict[str, Any]:
-    """Returns a config.json without the sections of multimodal positions for these text models,
-    whose classes in vLLM 0.26 compute only plain positions. For text, both are the same.
+    """Returns a config.json without sections of multimodal positions, which these models' classes
+    in vLLM 0.26 do not compute. For text, plain positions are the same.
     """
     is_text = not set(QWEN3_5).isdisjoint(architectures)
     return dict(plain_positions(content) if is_text else content)

@@ -1,8 +1,7 @@
-"""Supported versions of vLLM on CPU and on GPUs, and instructions to install them. No torch, no
-vllm.
+"""Supported and tested versions of vLLM, and instructions to install them. No torch, no vllm.
 
-Owns the tables of supported and of tested builds. Reads only package metadata, so that `hybridrl
-check` and the launcher can report a problem before any rank imports the package.
+Reads only package metadata, so that `hybridrl check` and the launcher can report a problem before
+any rank imports the package.
 """
 
 from __future__ import annotations
@@ -34,13 +33,8 @@ NAME = "rollout.engine=vllm"
 class Build:
     """A build of vLLM that the adapter supports.
 
-    Args:
-        support: Supported versions.
-        install: Instructions to install the build.
-        head_dims: Head sizes that its attention kernels support; empty if all relevant sizes are.
-        latent_dims: Sizes of cached latents that its kernels support; empty if all are.
-        delta_dims: Head sizes of gated delta nets that its kernels support; empty if all are.
-        delta_dtypes: Types in which it computes gated delta nets; empty if all are supported.
+    Sizes are those that its kernels support of attention heads, cached latents, and heads of gated
+    delta nets, and `delta_dtypes` the types of these nets; empty if all are.
     """
 
     distribution: str
@@ -73,19 +67,15 @@ KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 
 
 def is_scheduler_known(version: str) -> bool:
-    """Whether the scheduler in this `installed_version` was compared."""
     return Version(version.split()[-1]).public in KNOWN_SCHEDULERS
 
 
 def is_installed() -> bool:
-    """Whether any build of vLLM is installed, in any version."""
     return any(version_of(build.distribution) is not None for build in (CPU, CUDA))
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns distribution and version of the installed vLLM; raises UserError unless it suits this
-    host.
-    """
+    """Returns distribution and version of vLLM; UserError unless it suits this host."""
     build = CPU if is_cpu else CUDA
     host = "a host without GPUs" if is_cpu else "a host with GPUs"
     allowed = f"{build.distribution} {build.support.allowed} on {host}"
@@ -104,9 +94,7 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
-    """Yields a violation if this host's vLLM has no kernel for the model's head size, cached latent
-    or recurrent layers.
-    """
+    """Yields a violation if this host's vLLM has no kernel for the model's layers."""
     build = CPU if is_cpu else CUDA
     if isinstance(shape.mixer, DeltaShape):
         yield from _delta_rules(shape.mixer, dtype, build)
@@ -141,9 +129,7 @@ def _no_kernel(what: str, size: int, known: Iterable[int]) -> UserError:
 
 
 def refusal(message: str, longest: int, version: str) -> UserError:
-    """Returns a UserError for the message with which vLLM failed to start. `longest` is the length
-    of the longest request in tokens.
-    """
+    """Returns a UserError for the message with which vLLM failed to start."""
     if not re.search(r"KV cache is needed|available memory for the cache", message):
         return refused_start(NAME, "vLLM", message, version)
     capacity = re.search(r"maximum model length is (\d+)", message)
@@ -151,9 +137,7 @@ def refusal(message: str, longest: int, version: str) -> UserError:
 
 
 def _is_for_cpu(name: str, number: str) -> bool:
-    """Whether a build runs on CPUs: the CPU distribution, or a source build with that local
-    version.
-    """
+    """Whether a build runs on CPUs: the CPU distribution, or a source build for CPUs."""
     return name == CPU.distribution or "cpu" in (Version(number).local or "")
 
 
