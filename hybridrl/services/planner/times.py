@@ -45,8 +45,9 @@ ROUTER_BYTES = 4 + 1
 LOST_TOKENS = 850.0
 # Rate of the experts' grouped matrix products, as a share of the rate of large matrix products.
 EXPERTS_SHARE = 0.6
-# Assumed, not measured: the share of the matrix rate that products in recurrent modules reach.
-RECURRENT_SHARE = 0.1
+# Share of the matrix rate that recurrent modules reach with our kernels, including elementwise
+# operations. Fitted to Qwen3.5-4B on one H200 (step_qwen35_h200.json).
+RECURRENT_SHARE = 0.016
 # Cost of a backward pass relative to a forward pass, for dense models and for mixtures of experts.
 BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
 # Rate of collectives in tensor-parallel layers and in experts, as a share of the link's rate: for
@@ -82,6 +83,9 @@ REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
 # Extra time per layer for adapters on all linear layers. Measured with vLLM 0.26, one adapter, 7B,
 # rank 32, H200: 512 tokens of 128 requests take 4.21 s with adapters and 3.47 s without.
 ADAPTERS_STEP_S = (4.21 - 3.47) / 512 / 28
+# Extra time per layer with a recurrent module, besides reading and writing its states. Fitted to
+# the same steps of Qwen3.5-4B: 512 tokens of 64 requests took 4.59 s with vLLM 0.26.
+RECURRENT_STEP_S = 125e-6
 # Extra time per layer for FP8 weights: activations are quantized before each product, and vLLM's
 # FP8 kernels reach less of the memory's rate than bf16 ones. Measured with vLLM 0.26 (CUTLASS), 7B,
 # one H200: 7.2 ms with FP8 weights and 6.7 ms with bf16 for 64 requests of 1.5k to 2k tokens.
@@ -406,6 +410,8 @@ def generation_s(
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
     cluster, reduced_s = assumed.cluster, 0.0
     step_s = ENGINE_STEP_S + LAYER_STEP_S * shape.num_layers
+    if shape.mixer is not None:
+        step_s += RECURRENT_STEP_S * len(shape.mixer.layers)
     if adapter_params:
         step_s += ADAPTERS_STEP_S * shape.num_layers
     if config.rollout.quantization == "fp8":
