@@ -113,12 +113,9 @@ def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
     """
     log = rank_file(".log")
     if log is None or not is_launched():
-        raise UserError(
-            "hybridrl bench rollout",
-            "ranks of torchrun",
-            "one process, which starts the ranks for each engine itself",
-            "Run it without torchrun.",
-        )
+        found = "ranks of torchrun"
+        allowed = "one process, which starts the ranks for each engine itself"
+        raise UserError("hybridrl bench rollout", found, allowed, "Run it without torchrun.")
     started = time.monotonic()
     from hybridrl.loop.rollout_speed import measure_rank
 

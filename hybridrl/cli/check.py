@@ -35,20 +35,12 @@ def refuse_without_rollouts(config: Config, command: str) -> None:
     engine = config.rollout.engine
     if not ENGINES[engine].computes:
         allowed = " or ".join(offered_engines())
-        raise UserError(
-            "rollout.engine",
-            engine,
-            f"{allowed}, because {command} generates responses",
-            "Set rollout.engine.",
-        )
+        allowed = f"{allowed}, because {command} generates responses"
+        raise config.refused("rollout.engine", allowed, "Set rollout.engine.")
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
-        raise UserError(
-            "algorithm.name",
-            config.algorithm.name,
-            f"an algorithm with rollouts, because {command} generates responses",
-            "Use the configuration of an RL run.",
-        )
+        allowed = f"an algorithm with rollouts, because {command} generates responses"
+        raise config.refused("algorithm.name", allowed, "Use the configuration of an RL run.")
 
 
 def refuse_unlike(other: str, config: Config) -> None:

@@ -74,12 +74,9 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
         run, checkpoint = Path(os.path.abspath(source)).parent.parent, source
         if not os.path.isfile(run / RUN_CONFIG):
-            raise UserError(
-                str(source),
-                f"a checkpoint without its run: {run / RUN_CONFIG} does not exist",
-                "a checkpoint inside its run folder",
-                "Pass the run's configuration, and this folder with --checkpoint.",
-            )
+            found = f"a checkpoint without its run: {run / RUN_CONFIG} does not exist"
+            remedy = "Pass the run's configuration, and this folder with --checkpoint."
+            raise UserError(str(source), found, "a checkpoint inside its run folder", remedy)
         config = _config_of_run(run, overrides)
     elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
         config = _config_of_run(source.absolute().parent, overrides)
@@ -114,12 +111,10 @@ def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
     }
     config = load_config_dict(content, overrides)
     if config.model.path is None and config.model.init is None:
-        raise UserError(
-            f"{source / ADAPTER_FILE}: base_model_name_or_path",
-            "nothing",
-            "the model that the adapters were trained on",
-            "Add model.path=MODEL.",
-        )
+        found = "nothing"
+        allowed = "the model that the adapters were trained on"
+        remedy = "Add model.path=MODEL."
+        raise UserError(f"{source / ADAPTER_FILE}: base_model_name_or_path", found, allowed, remedy)
     return config
 
 

@@ -82,10 +82,8 @@ def gpu_rule(cluster: ClusterConfig) -> UserError | None:
     """Returns the error of an unknown GPU's name, or None."""
     if cluster.gpu is None or known_gpu(cluster.gpu) is not None:
         return None
-    return UserError(
-        "cluster.gpu",
-        cluster.gpu,
-        ", ".join(KNOWN_GPUS),
+    remedy = (
         "Name the most similar GPU, and set cluster.gpu_memory_gib, matrix_tflops, memory_gb_per_s "
-        "and link_gb_per_s.",
+        "and link_gb_per_s."
     )
+    return UserError("cluster.gpu", cluster.gpu, ", ".join(KNOWN_GPUS), remedy)

@@ -60,18 +60,16 @@ def environment_rules(
             "Keep one of these scorers, and give it the sum of their weights.",
         )
     if environment.name is None and named:
-        yield UserError(
-            "reward.function",
-            REWARD,
+        allowed = (
             "another function, because environment.name is not set and no environment provides "
-            "rewards",
-            "Set environment.name, or another reward.function.",
+            "rewards"
         )
+        remedy = "Set environment.name, or another reward.function."
+        yield UserError("reward.function", REWARD, allowed, remedy)
     longest = environment.max_turn_tokens
     if longest is not None and longest > max_new_tokens:
-        yield UserError(
-            "environment.max_turn_tokens",
-            longest,
-            f"at most rollout.max_new_tokens = {max_new_tokens}, which limits all turns together",
-            "Lower environment.max_turn_tokens, or raise rollout.max_new_tokens.",
+        allowed = (
+            f"at most rollout.max_new_tokens = {max_new_tokens}, which limits all turns together"
         )
+        remedy = "Lower environment.max_turn_tokens, or raise rollout.max_new_tokens."
+        yield UserError("environment.max_turn_tokens", longest, allowed, remedy)

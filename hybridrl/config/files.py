@@ -118,11 +118,10 @@ def read_json_object(
     try:
         content = parse_json(text, unique if has_unique_keys else None, allows_half_pairs=True)
     except _TwiceError as twice:
+        allowed = "a JSON object with unique keys"
+        remedy = "Remove one of the two entries."
         raise error(
-            f"{file}: {shown(twice.key)}",
-            "a repeated key in one object",
-            "a JSON object with unique keys",
-            "Remove one of the two entries.",
+            f"{file}: {shown(twice.key)}", "a repeated key in one object", allowed, remedy
         ) from None
     except ValueError as fault:  # wrong encoding or wrong JSON
         found = f"text that is not JSON ({fault})"

@@ -78,12 +78,9 @@ def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tup
     num_tokens = hf_config.get("vocab_size")
     most = num_tokens if isinstance(num_tokens, int) else sys.maxsize
     if not all(type(number) is int and 0 <= number < most for number in ids):
-        raise ModelError(
-            f"{file}: eos_token_id",
-            shown(named),
-            f"a token below vocab_size = {most}, a list of tokens, or null",
-            "Correct the file; it may belong to another model.",
-        )
+        allowed = f"a token below vocab_size = {most}, a list of tokens, or null"
+        remedy = "Correct the file; it may belong to another model."
+        raise ModelError(f"{file}: eos_token_id", shown(named), allowed, remedy)
     return tuple(ids)
 
 
@@ -98,24 +95,17 @@ def generation_rules(config: Config) -> Iterator[UserError]:
             able = [name for name in offered_engines() if ENGINES[name].penalizes]
             yield _refused(key, config, able)
     if rollout.stop_strings and config.environment.name is not None:
-        yield UserError(
-            "rollout.stop_strings",
-            list(rollout.stop_strings),
-            "no value with an environment, which responds only when a turn ends with an end token",
-            "Remove rollout.stop_strings, and let the environment search each turn's text.",
+        allowed = (
+            "no value with an environment, which responds only when a turn ends with an end token"
         )
+        remedy = "Remove rollout.stop_strings, and let the environment search each turn's text."
+        yield UserError("rollout.stop_strings", list(rollout.stop_strings), allowed, remedy)
     if rollout.min_new_tokens > rollout.max_new_tokens:
         allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
-        yield UserError(
-            "rollout.min_new_tokens",
-            rollout.min_new_tokens,
-            allowed,
-            "Lower rollout.min_new_tokens.",
-        )
+        yield config.refused("rollout.min_new_tokens", allowed, "Lower rollout.min_new_tokens.")
     if rollout.gpu_memory_share is not None and not traits.has_fixed_kv_cache:
-        yield UserError(
+        yield config.refused(
             "rollout.gpu_memory_share",
-            rollout.gpu_memory_share,
             f"no value with rollout.engine={rollout.engine}, whose KV cache grows with its "
             f"requests",
             "Remove rollout.gpu_memory_share, and limit concurrent requests with "
@@ -130,13 +120,12 @@ def on_policy_rules(config: Config) -> Iterator[UserError]:
         return  # samples are used only in evaluations
     for key, off in _OFF.items():
         if (value := getattr(config.rollout, key)) != off:
-            yield UserError(
-                f"rollout.{key}",
-                value,
+            allowed = (
                 f"{off:g} in training with algorithm {config.algorithm.name}, whose gradient "
-                f"assumes that tokens are sampled from the policy's own distribution",
-                f"Set rollout.{key}={off:g}; `hybridrl eval` accepts other values.",
+                f"assumes that tokens are sampled from the policy's own distribution"
             )
+            remedy = f"Set rollout.{key}={off:g}; `hybridrl eval` accepts other values."
+            yield UserError(f"rollout.{key}", value, allowed, remedy)
 
 
 def _refused(key: str, config: Config, able: list[str]) -> UserError:

@@ -97,13 +97,12 @@ def lag_rules(config: Config) -> Iterator[UserError]:
         return
     per_step, most = config.steps.prompts_per_step, config.steps.prompts_per_step * (lag + 1)
     if not per_step <= num_in_flight(config) <= most:
-        yield UserError(
-            "rollout.in_flight",
-            num_in_flight(config),
+        allowed = (
             f"from steps.prompts_per_step = {per_step} to {most}, the prompts of {lag + 1} steps: "
-            f"with more, some samples would exceed {KEY}={lag}",
-            "Change or remove rollout.in_flight.",
+            f"with more, some samples would exceed {KEY}={lag}"
         )
+        remedy = "Change or remove rollout.in_flight."
+        yield UserError("rollout.in_flight", num_in_flight(config), allowed, remedy)
     yield from _combination_rules(config, lag)
 
 
@@ -112,13 +111,12 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
     if isinstance(algorithm, PolicyGradientConfig):
         correction = algorithm.correction
         if correction.weight == "none" and correction.proximal == "old":
-            yield UserError(
-                "algorithm.correction.weight",
-                "none",
+            allowed = (
                 f"token, sequence or geometric with {KEY}={lag}, or correction.proximal=behaviour: "
-                "with neither, samples from older weights would be treated as on-policy",
-                "Remove algorithm.correction.weight; with a lag, its default is token.",
+                "with neither, samples from older weights would be treated as on-policy"
             )
+            remedy = "Remove algorithm.correction.weight; with a lag, its default is token."
+            yield UserError("algorithm.correction.weight", "none", allowed, remedy)
 
 
 def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserError]:
@@ -129,28 +127,24 @@ def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserEr
     shared = _models_beside_engines(placement)
     has_own = len(placement.policy.ranks) < placement.num_ranks
     if has_own and given.rollout.ranks is None:
-        yield UserError(
-            "placement.rollout.ranks",
-            "all ranks (the default)",
+        found = "all ranks (the default)"
+        allowed = (
             f"with {KEY}={lag} and the policy on {given.policy.ranks}: ranks without the policy, "
             f"so that engines generate while it trains; or an explicit `all`, so that both take "
-            f"turns",
-            "Set placement.rollout.ranks.",
+            f"turns"
         )
+        yield UserError("placement.rollout.ranks", found, allowed, "Set placement.rollout.ranks.")
     elif shared and "policy" not in shared:
         role = next(iter(shared))
         key, section = named_roles(given)[role]
-        yield UserError(
-            f"{key}.ranks",
-            section.ranks,
+        allowed = (
             f"ranks without an engine, with {KEY}={lag}: engines on {given.rollout.ranks} "
-            f"generate continuously and never free their memory",
-            f"Give {key} other ranks.",
+            f"generate continuously and never free their memory"
         )
+        yield UserError(f"{key}.ranks", section.ranks, allowed, f"Give {key} other ranks.")
     elif shared and config.rollout.unfinished_at_update is not None:
-        yield UserError(
+        yield config.refused(
             "rollout.unfinished_at_update",
-            config.rollout.unfinished_at_update,
             "no value if engines and training share ranks, because then they take turns",
             "Remove rollout.unfinished_at_update, or give placement.policy and placement.rollout "
             "different ranks.",

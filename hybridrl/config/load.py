@@ -323,12 +323,8 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _unknown_algorithm(f"{key}.name", details["input"])
     if kind in ("model_type", "model_attributes_type"):
-        return UserError(
-            key,
-            shown,
-            "a section with keys",
-            f"Write `{key}:`, and its keys on the next lines, indented.",
-        )
+        remedy = f"Write `{key}:`, and its keys on the next lines, indented."
+        return UserError(key, shown, "a section with keys", remedy)
     rule = details["msg"].removeprefix("Value error, ")
     name, colon, limit = rule.partition(": ")
     given = details["input"] if isinstance(details["input"], Mapping) else {}

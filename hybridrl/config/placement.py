@@ -294,12 +294,10 @@ def _unlike_gpus(
 ) -> Iterator[UserError]:
     kinds = sorted({machines.gpus[rank] for rank in ranks}) if machines.gpus is not None else []
     if len(kinds) > 1 and not given.mixed_gpus:
-        yield UserError(
-            f"{key}.ranks",
-            f"{given.ranks}, which have {' and '.join(kinds)}",
-            "GPUs of one kind, because all ranks would wait for the slowest GPU",
-            f"Select ranks with gpu:NAME, or set {key}.mixed_gpus=true.",
-        )
+        found = f"{given.ranks}, which have {' and '.join(kinds)}"
+        allowed = "GPUs of one kind, because all ranks would wait for the slowest GPU"
+        remedy = f"Select ranks with gpu:NAME, or set {key}.mixed_gpus=true."
+        yield UserError(f"{key}.ranks", found, allowed, remedy)
 
 
 def shown(ranks: Sequence[int]) -> str:

@@ -135,19 +135,12 @@ def _folder_rules(run: RunConfig) -> Iterator[UserError]:
 
 def _model_rules(model: ModelConfig) -> Iterator[UserError]:
     if model.path is not None and model.init is not None:
-        yield UserError(
-            "model.path and model.init",
-            f"{model.path!r} and {model.init!r}",
-            "exactly one of the two",
-            "Keep model.path to load weights, or model.init to start from scratch.",
-        )
+        found = f"{model.path!r} and {model.init!r}"
+        remedy = "Keep model.path to load weights, or model.init to start from scratch."
+        yield UserError("model.path and model.init", found, "exactly one of the two", remedy)
     if model.path is None and model.init is None:
-        yield UserError(
-            "model.path and model.init",
-            "neither",
-            "exactly one of the two",
-            "Set model.path to an HF directory, or model.init to a config.json.",
-        )
+        remedy = "Set model.path to an HF directory, or model.init to a config.json."
+        yield UserError("model.path and model.init", "neither", "exactly one of the two", remedy)
 
 
 def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[UserError]:
@@ -155,40 +148,26 @@ def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[
     world_size, num_engines = len(placement.policy.ranks), len(placement.rollout)
     given = config.placement
     if world_size % (train.tp * train.pp * train.cp):
-        yield UserError(
-            "train.tp * train.pp * train.cp",
-            f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}",
-            f"a divisor of {_ranks_of('policy', world_size, given.policy.ranks)}",
-            f"Change the layout, or {ranks}.",
-        )
+        found = f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}"
+        allowed = f"a divisor of {_ranks_of('policy', world_size, given.policy.ranks)}"
+        remedy = f"Change the layout, or {ranks}."
+        yield UserError("train.tp * train.pp * train.cp", found, allowed, remedy)
     else:
         stage = world_size // train.pp
         yield from expert_grid_rules("train", stage, train.ep, train.etp, f", or {ranks}")
     if num_engines % rollout.tp:
-        yield UserError(
-            "rollout.tp",
-            rollout.tp,
-            f"a divisor of {_ranks_of('rollout', num_engines, given.rollout.ranks)}",
-            f"Change rollout.tp, or {ranks}.",
-        )
+        allowed = f"a divisor of {_ranks_of('rollout', num_engines, given.rollout.ranks)}"
+        yield config.refused("rollout.tp", allowed, f"Change rollout.tp, or {ranks}.")
 
 
 def _axes_rules(config: Config) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
     if not ENGINES[rollout.engine].is_tensor_parallel and rollout.tp != 1:
-        yield UserError(
-            "rollout.tp",
-            rollout.tp,
-            f"1 with engine {rollout.engine!r}",
-            "Set rollout.tp=1 or another engine.",
-        )
+        allowed = f"1 with engine {rollout.engine!r}"
+        yield config.refused("rollout.tp", allowed, "Set rollout.tp=1 or another engine.")
     if train.vpp > 1 and train.pp == 1:
-        yield UserError(
-            "train.vpp",
-            train.vpp,
-            "1 without pipeline parallelism",
-            "Set train.vpp=1, or train.pp above 1.",
-        )
+        allowed = "1 without pipeline parallelism"
+        yield config.refused("train.vpp", allowed, "Set train.vpp=1, or train.pp above 1.")
     yield from _order_rules(train)
 
 
@@ -214,28 +193,23 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
     if train.order == AUTO_ORDER:
         return
     if sorted(train.order.split("-")) != sorted(ORDER_AXES):
-        yield UserError(
-            "train.order",
-            repr(train.order),
-            f"{AUTO_ORDER}, or each of {', '.join(ORDER_AXES)} once, joined by '-'",
-            f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(ORDER_AXES)}.",
-        )
+        allowed = f"{AUTO_ORDER}, or each of {', '.join(ORDER_AXES)} once, joined by '-'"
+        remedy = f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(ORDER_AXES)}."
+        yield UserError("train.order", repr(train.order), allowed, remedy)
     elif not is_megatron_order(train.order, train.pp, train.cp, train.ep):
-        yield UserError(
-            "train.order",
-            repr(train.order),
+        allowed = (
             f"an order that ends with pp, because train.pp={train.pp}, train.cp={train.cp} and "
-            f"train.ep={train.ep}",
-            f"Set train.order={AUTO_ORDER}, or put pp last.",
+            f"train.ep={train.ep}"
         )
+        remedy = f"Set train.order={AUTO_ORDER}, or put pp last."
+        yield UserError("train.order", repr(train.order), allowed, remedy)
 
 
 def _step_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
     if isinstance(algorithm, GrpoConfig) and steps.samples_per_prompt < algorithm.min_samples:
-        yield UserError(
+        yield config.refused(
             "steps.samples_per_prompt",
-            steps.samples_per_prompt,
             f"{algorithm.min_samples} or more with algorithm {algorithm.name}, which compares the "
             f"samples of each prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
@@ -243,13 +217,11 @@ def _step_rules(config: Config) -> Iterator[UserError]:
     if algorithm.needs is not None and not algorithm.needs.rollouts:
         yield from supervised_rules(config, algorithm.needs)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
-        yield UserError(
-            "rollout.temperature",
-            config.rollout.temperature,
+        allowed = (
             f"above 0 with algorithm {algorithm.name}, because all greedy samples of a prompt are "
-            f"equal",
-            "Set rollout.temperature=1.",
+            f"equal"
         )
+        yield config.refused("rollout.temperature", allowed, "Set rollout.temperature=1.")
     for key, temperature in {
         "rollout.temperature": config.rollout.temperature,
         "eval.temperature": config.eval.temperature,
@@ -259,12 +231,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield from policy_gradient_rules(config, algorithm)
     samples = steps.prompts_per_step * steps.samples_per_prompt
     if samples % steps.updates_per_step:
-        yield UserError(
-            "steps.updates_per_step",
-            steps.updates_per_step,
-            f"a divisor of steps.prompts_per_step * steps.samples_per_prompt = {samples}",
-            "Change one of these three knobs.",
-        )
+        allowed = f"a divisor of steps.prompts_per_step * steps.samples_per_prompt = {samples}"
+        yield config.refused("steps.updates_per_step", allowed, "Change one of these three knobs.")
 
 
 def _temperature_rules(key: str, temperature: float, engine: str) -> Iterator[UserError]:
@@ -272,12 +240,8 @@ def _temperature_rules(key: str, temperature: float, engine: str) -> Iterator[Us
     lowest, highest = ENGINES[engine].lowest_temperature, ENGINES[engine].highest_temperature
     if temperature != 0 and not lowest <= temperature <= highest:
         nearest = min(max(temperature, lowest), highest)
-        yield UserError(
-            key,
-            temperature,
-            f"0, or {lowest} to {highest}, with rollout.engine={engine}",
-            f"Set {key}={nearest}, or rollout.engine=hf.",
-        )
+        allowed = f"0, or {lowest} to {highest}, with rollout.engine={engine}"
+        yield UserError(key, temperature, allowed, f"Set {key}={nearest}, or rollout.engine=hf.")
 
 
 def _training_rules(config: Config) -> Iterator[UserError]:
@@ -288,43 +252,30 @@ def _training_rules(config: Config) -> Iterator[UserError]:
         ("steps.stop_at_accuracy", steps.stop_at_accuracy, {}),
     ):
         if wanted and config.data.eval_prompts is None and not config.data.eval_share and not sets:
-            yield UserError(
-                key,
-                wanted,
-                "no value without data.eval_prompts or data.eval_share",
-                "Set data.eval_prompts to a file of held-out prompts, or data.eval_share=0.05.",
-            )
+            allowed = "no value without data.eval_prompts or data.eval_share"
+            remedy = "Set data.eval_prompts to a file of held-out prompts, or data.eval_share=0.05."
+            yield UserError(key, wanted, allowed, remedy)
     if steps.stop_at_accuracy is not None and config.reward.accuracy_scorer() is None:
-        yield UserError(
-            "steps.stop_at_accuracy",
-            steps.stop_at_accuracy,
-            "no value if it is unclear which scorer measures accuracy",
-            f"Set reward.accuracy to one of {', '.join(config.reward.functions)}.",
-        )
+        allowed = "no value if it is unclear which scorer measures accuracy"
+        remedy = f"Set reward.accuracy to one of {', '.join(config.reward.functions)}."
+        yield config.refused("steps.stop_at_accuracy", allowed, remedy)
     if config.train.min_learning_rate > config.train.learning_rate:
-        yield UserError(
-            "train.min_learning_rate",
-            config.train.min_learning_rate,
-            f"at most train.learning_rate = {config.train.learning_rate}",
-            "Lower train.min_learning_rate.",
-        )
+        allowed = f"at most train.learning_rate = {config.train.learning_rate}"
+        yield config.refused("train.min_learning_rate", allowed, "Lower train.min_learning_rate.")
     needs = algorithm.needs
     if (
         config.train.critic_learning_rate is not None
         and needs is not None
         and not (needs.values and needs.policy)
     ):
-        yield UserError(
-            "train.critic_learning_rate",
-            config.train.critic_learning_rate,
-            f"no value with algorithm {algorithm.name}, which has no critic",
-            "Remove train.critic_learning_rate, "
-            + ("and set train.learning_rate." if needs.values else "or use ppo."),
+        allowed = f"no value with algorithm {algorithm.name}, which has no critic"
+        remedy = "Remove train.critic_learning_rate, " + (
+            "and set train.learning_rate." if needs.values else "or use ppo."
         )
+        yield config.refused("train.critic_learning_rate", allowed, remedy)
     if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
-        yield UserError(
+        yield config.refused(
             "algorithm.critic_warmup_steps",
-            algorithm.critic_warmup_steps,
             f"at most steps.num_steps = {steps.num_steps}",
             "Lower algorithm.critic_warmup_steps, or raise steps.num_steps; otherwise the policy "
             "is never trained.",
@@ -345,9 +296,8 @@ def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
             "Set model.dtype=bfloat16, or train.release_weights_in_rollout=false.",
         )
     if config.rollout.transport == "peer":
-        yield UserError(
+        yield config.refused(
             "rollout.transport",
-            config.rollout.transport,
             "auto or packed with train.release_weights_in_rollout=true: with peer, other ranks "
             "map the weights, so their memory could not be freed",
             "Set rollout.transport=packed, or train.release_weights_in_rollout=false.",
@@ -362,27 +312,20 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         key = "data.max_response_tokens"
         trained = config.data.max_prompt_tokens + config.data.max_response_tokens
         if needs.rollouts:
-            yield UserError(
-                key,
-                config.data.max_response_tokens,
-                f"no value with algorithm {config.algorithm.name}, which learns from samples",
-                "Remove data.max_response_tokens, and set rollout.max_new_tokens.",
-            )
+            allowed = f"no value with algorithm {config.algorithm.name}, which learns from samples"
+            remedy = "Remove data.max_response_tokens, and set rollout.max_new_tokens."
+            yield UserError(key, config.data.max_response_tokens, allowed, remedy)
     if config.train.micro_batch_tokens < trained:
-        yield UserError(
+        yield config.refused(
             "train.micro_batch_tokens",
-            config.train.micro_batch_tokens,
             f"at least data.max_prompt_tokens + {key} = {trained}",
             "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
             "must fit into a micro-batch.",
         )
     if config.data.validation is not None and needs is not None and needs.rollouts:
-        yield UserError(
-            "data.validation",
-            ", ".join(config.data.validation),
-            f"no value with algorithm {config.algorithm.name}, which learns from samples",
-            "Remove data.validation, and set data.eval_prompts.",
-        )
+        allowed = f"no value with algorithm {config.algorithm.name}, which learns from samples"
+        remedy = "Remove data.validation, and set data.eval_prompts."
+        yield UserError("data.validation", ", ".join(config.data.validation), allowed, remedy)
     positions = shape.get("max_position_embeddings")
     most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)
     if (
@@ -390,13 +333,12 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         and positions < config.data.max_prompt_tokens + most_new
         and ENGINES[config.rollout.engine].bounds_positions
     ):
-        yield UserError(
-            "rollout.max_new_tokens",
-            most_new,
-            f"at most the model's {positions} positions minus data.max_prompt_tokens",
+        allowed = f"at most the model's {positions} positions minus data.max_prompt_tokens"
+        remedy = (
             "Lower rollout.max_new_tokens (or eval.max_new_tokens, if it is larger), or "
-            "data.max_prompt_tokens.",
+            "data.max_prompt_tokens."
         )
+        yield UserError("rollout.max_new_tokens", most_new, allowed, remedy)
 
 
 def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
@@ -426,16 +368,10 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
     engine = config.rollout.engine
     if not ENGINES[engine].takes_experts:
         able = [name for name in offered_engines() if ENGINES[name].takes_experts]
-        yield UserError(
+        yield config.refused(
             "rollout.engine",
-            engine,
             f"{', '.join(able)} with a mixture of experts (this model has {experts} per layer)",
             f"Set rollout.engine={able[0]}, or train a dense model.",
         )
     if config.train.fp8 != "none":
-        yield UserError(
-            "train.fp8",
-            config.train.fp8,
-            "none with a mixture of experts",
-            "Set train.fp8=none.",
-        )
+        yield config.refused("train.fp8", "none with a mixture of experts", "Set train.fp8=none.")

@@ -15,69 +15,49 @@ def agent_rules(config: Config) -> Iterator[UserError]:
     agent, needs = config.agent, config.algorithm.needs
     functions = [one.function for one in config.reward.scorers().values()]
     if functions.count(REWARD) > (1 if agent.is_on else 0):
-        yield UserError(
-            "reward.function",
-            REWARD,
-            f"at most one scorer with this function, and only with agent.{OWNERS}",
-            f"Set agent.{OWNERS}, or another reward.function.",
-        )
+        allowed = f"at most one scorer with this function, and only with agent.{OWNERS}"
+        remedy = f"Set agent.{OWNERS}, or another reward.function."
+        yield UserError("reward.function", REWARD, allowed, remedy)
     if not agent.is_on:
         return
     if config.environment.name is not None:
-        yield UserError(
-            "environment.name",
-            config.environment.name,
-            "no value with the section agent, whose program runs its own tools",
-            "Remove one of the sections environment and agent.",
-        )
+        allowed = "no value with the section agent, whose program runs its own tools"
+        remedy = "Remove one of the sections environment and agent."
+        yield config.refused("environment.name", allowed, remedy)
     if needs is not None and not needs.rollouts:
-        yield UserError(
-            "agent",
-            agent.command or agent.function or "server",
-            f"no value with algorithm {config.algorithm.name}, which does not sample",
-            "Remove the section agent, or use grpo.",
-        )
+        allowed = f"no value with algorithm {config.algorithm.name}, which does not sample"
+        remedy = "Remove the section agent, or use grpo."
+        yield UserError("agent", agent.command or agent.function or "server", allowed, remedy)
     elif needs is not None and needs.feedback is not None:
-        yield UserError(
-            "algorithm.name",
-            config.algorithm.name,
+        allowed = (
             "an algorithm that compares advantages with the section agent, because a pair consists "
-            "of two sequences, and an agent's response may consist of several",
-            "Use grpo.",
+            "of two sequences, and an agent's response may consist of several"
         )
+        yield config.refused("algorithm.name", allowed, "Use grpo.")
     yield from _engine_rules(config)
 
 
 def _engine_rules(config: Config) -> Iterator[UserError]:
     rollout = config.rollout
     if rollout.stop_strings:
-        yield UserError(
-            "rollout.stop_strings",
-            list(rollout.stop_strings),
-            "no value with the section agent, whose turns end with an end token",
-            "Remove rollout.stop_strings; the program may send `stop` with a request.",
-        )
+        allowed = "no value with the section agent, whose turns end with an end token"
+        remedy = "Remove rollout.stop_strings; the program may send `stop` with a request."
+        yield UserError("rollout.stop_strings", list(rollout.stop_strings), allowed, remedy)
     if replays(config):
-        yield UserError(
-            "algorithm.router_replay",
-            "rollout",
+        allowed = (
             "off with the section agent, because the routed experts of conversations with several "
-            "branches are not recorded",
-            "Set algorithm.router_replay=off.",
+            "branches are not recorded"
         )
+        remedy = "Set algorithm.router_replay=off."
+        yield UserError("algorithm.router_replay", "rollout", allowed, remedy)
     if any(one.function == "reward_model" for one in config.reward.scorers().values()):
-        yield UserError(
-            "reward.function",
-            "reward_model",
+        allowed = (
             "another function with the section agent, because a reward model scores one sequence, "
-            "and an agent's response may consist of several",
-            "Let the program report the reward, or set another reward.function.",
+            "and an agent's response may consist of several"
         )
+        remedy = "Let the program report the reward, or set another reward.function."
+        yield UserError("reward.function", "reward_model", allowed, remedy)
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     if config.agent.max_turn_tokens is not None and config.agent.max_turn_tokens > longest:
-        yield UserError(
-            "agent.max_turn_tokens",
-            config.agent.max_turn_tokens,
-            f"at most data.max_prompt_tokens + rollout.max_new_tokens = {longest}",
-            "Lower agent.max_turn_tokens.",
-        )
+        allowed = f"at most data.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        yield config.refused("agent.max_turn_tokens", allowed, "Lower agent.max_turn_tokens.")

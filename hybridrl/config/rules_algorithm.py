@@ -22,43 +22,28 @@ def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
     """Yields the violations of rules on algorithms without rollouts."""
     steps, algorithm = config.steps, config.algorithm
     if steps.samples_per_prompt != 1:
-        yield UserError(
-            "steps.samples_per_prompt",
-            steps.samples_per_prompt,
-            f"1 with algorithm {algorithm.name}, which uses responses from the data",
-            "Set steps.samples_per_prompt=1.",
-        )
+        allowed = f"1 with algorithm {algorithm.name}, which uses responses from the data"
+        yield config.refused("steps.samples_per_prompt", allowed, "Set steps.samples_per_prompt=1.")
     if needs.feedback is not None and steps.updates_per_step > 1:
-        yield UserError(
+        yield config.refused(
             "steps.updates_per_step",
-            steps.updates_per_step,
             f"1 with algorithm {algorithm.name}, whose gradient is computed at the start of the "
             f"step",
             "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
         )
     if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
-        yield UserError(
-            "data.margin_key",
-            config.data.margin_key,
-            f"no value with algorithm {algorithm.name}",
-            "Remove data.margin_key, or use reward_model.",
-        )
+        remedy = "Remove data.margin_key, or use reward_model."
+        yield config.refused("data.margin_key", f"no value with algorithm {algorithm.name}", remedy)
     if not needs.policy:
         for key in ("fuse_param_gather", "release_weights_in_rollout"):
             if getattr(config.train, key):
-                yield UserError(
-                    f"train.{key}",
-                    "true",
-                    f"false with algorithm {algorithm.name}, which does not train a policy",
-                    f"Set train.{key}=false.",
-                )
+                allowed = f"false with algorithm {algorithm.name}, which does not train a policy"
+                yield UserError(f"train.{key}", "true", allowed, f"Set train.{key}=false.")
     if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
-        yield UserError(
-            "steps.prompts_per_step",
-            steps.prompts_per_step,
-            "2 or more with algorithm kto, which estimates the KL from responses to other prompts",
-            "Set steps.prompts_per_step=32.",
+        allowed = (
+            "2 or more with algorithm kto, which estimates the KL from responses to other prompts"
         )
+        yield config.refused("steps.prompts_per_step", allowed, "Set steps.prompts_per_step=32.")
 
 
 def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
@@ -81,22 +66,20 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
                 continue
             value, other = getattr(algorithm, knob), getattr(algorithm, key)
             if other not in wanted and value != getattr(usual, knob):
-                yield UserError(
-                    f"algorithm.{knob}",
-                    value,
-                    f"no value with algorithm.{key}={other}",
+                allowed = f"no value with algorithm.{key}={other}"
+                remedy = (
                     f"Remove algorithm.{knob}, or set algorithm.{key} to "
-                    f"{' or '.join(sorted(wanted))}.",
+                    f"{' or '.join(sorted(wanted))}."
                 )
+                yield UserError(f"algorithm.{knob}", value, allowed, remedy)
 
 
 def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
     """Yields the violations of rules on algorithms with rollouts."""
     yield from unread_rules(algorithm)
     if algorithm.needs_whole_sequences and config.train.cp > 1:
-        yield UserError(
+        yield config.refused(
             "train.cp",
-            config.train.cp,
             f"1 with algorithm.objective={algorithm.objective}, "
             f"algorithm.aggregate={algorithm.aggregate}, "
             f"algorithm.correction.weight={algorithm.correction.weight} and "
@@ -111,20 +94,16 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
         and not algorithm.part_weights
         and set(weights.values()) != {1.0}
     ):
-        yield UserError(
-            "algorithm.part_weights",
-            MISSING,
+        allowed = (
             f"one weight per part, because the reward's weights {weights} have no effect when its "
-            f"parts are normalised",
-            f"Set algorithm.part_weights={weights}, or other weights.",
+            f"parts are normalised"
         )
+        remedy = f"Set algorithm.part_weights={weights}, or other weights."
+        yield UserError("algorithm.part_weights", MISSING, allowed, remedy)
     if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
-        yield UserError(
-            "steps.updates_per_step",
-            config.steps.updates_per_step,
-            "1 with algorithm.objective=plain, which assumes on-policy samples",
-            "Set steps.updates_per_step=1, or algorithm.objective=clip.",
-        )
+        allowed = "1 with algorithm.objective=plain, which assumes on-policy samples"
+        remedy = "Set steps.updates_per_step=1, or algorithm.objective=clip."
+        yield config.refused("steps.updates_per_step", allowed, remedy)
     longest = config.rollout.max_new_tokens
     alpha = algorithm.gae_length_alpha if isinstance(algorithm, PpoConfig) else None
     if alpha is not None and alpha * longest <= 1:
@@ -143,19 +122,16 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
 
 def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> Iterator[UserError]:
     if (algorithm.baseline == "greedy" or algorithm.normalize_parts) and GREEDY in scorers:
-        yield UserError(
-            "reward.functions",
-            f"one named {GREEDY!r}",
+        allowed = (
             f"another name with algorithm {algorithm.name}, which reserves this name for the "
-            "reward of greedy responses",
-            "Rename that scorer.",
+            "reward of greedy responses"
         )
+        yield UserError("reward.functions", f"one named {GREEDY!r}", allowed, "Rename that scorer.")
     if algorithm.cov_kl_fraction > 0 and config.steps.updates_per_step == 1:
-        yield UserError(
-            "steps.updates_per_step",
-            1,
+        allowed = (
             f"2 or more with algorithm.cov_kl_fraction={algorithm.cov_kl_fraction:g} (algorithm "
             f"{algorithm.name}), which penalises the distance from the policy at the start of the "
-            f"step: it is 0 at the first update",
-            "Set steps.updates_per_step=2, or use clip_cov.",
+            f"step: it is 0 at the first update"
         )
+        remedy = "Set steps.updates_per_step=2, or use clip_cov."
+        yield UserError("steps.updates_per_step", 1, allowed, remedy)

@@ -25,25 +25,18 @@ def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserEr
     if not has_images(hf_config):
         return
     if importlib.util.find_spec("PIL") is None:
-        yield UserError(
-            "the package pillow",
-            "not installed",
-            f"installed, {WITH_IMAGES}",
-            "Run: pip install 'hybridrl[images]'.",
-        )
+        remedy = "Run: pip install 'hybridrl[images]'."
+        yield UserError("the package pillow", "not installed", f"installed, {WITH_IMAGES}", remedy)
     engine = config.rollout.engine
     if not ENGINES[engine].reads_images:
         able = " or ".join(name for name, traits in ENGINES.items() if traits.reads_images)
         allowed = f"{able} {WITH_IMAGES}"
-        yield UserError("rollout.engine", engine, allowed, f"Set rollout.engine={able}.")
+        yield config.refused("rollout.engine", allowed, f"Set rollout.engine={able}.")
     needs = config.algorithm.needs
     if needs is not None and (needs.values or not needs.policy):
-        yield UserError(
-            "algorithm.name",
-            config.algorithm.name,
-            f"an algorithm without a critic or reward model {WITH_IMAGES}",
-            "Choose grpo, another algorithm with group baselines, or sft.",
-        )
+        allowed = f"an algorithm without a critic or reward model {WITH_IMAGES}"
+        remedy = "Choose grpo, another algorithm with group baselines, or sft."
+        yield config.refused("algorithm.name", allowed, remedy)
     if config.agent.is_on:
         allowed = f"no section agent {WITH_IMAGES}, because conversations have no images yet"
         yield UserError("agent", "an agent", allowed, "Remove the section agent.")
@@ -51,9 +44,6 @@ def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserEr
         allowed = f"no teacher {WITH_IMAGES}"
         yield UserError("algorithm.teacher", "a teacher", allowed, "Choose another algorithm.")
     for name in reward_models(config):
-        yield UserError(
-            f"reward {name}",
-            "a reward model, which reads text only",
-            f"rewards that are functions {WITH_IMAGES}",
-            "Choose another reward.",
-        )
+        found = "a reward model, which reads text only"
+        allowed = f"rewards that are functions {WITH_IMAGES}"
+        yield UserError(f"reward {name}", found, allowed, "Choose another reward.")

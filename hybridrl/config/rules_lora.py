@@ -28,12 +28,9 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
             allowed = "embeddings, head, norms"
             yield UserError("lora.full", name, allowed, "Correct the name, or remove it.")
     if lora.shares_reference and config.placement.reference != RoleRanks():
-        yield UserError(
-            "placement.reference",
-            "ranks or sizes",
-            "nothing with lora, whose reference is the policy's own model",
-            "Remove placement.reference.",
-        )
+        found = "ranks or sizes"
+        allowed = "nothing with lora, whose reference is the policy's own model"
+        yield UserError("placement.reference", found, allowed, "Remove placement.reference.")
     off: dict[str, object] = {
         "train.freeze": ", ".join(train.freeze or ()),
         "train.fuse_param_gather": train.fuse_param_gather,

@@ -25,86 +25,67 @@ def online_rules(config: Config) -> Iterator[UserError]:
     if not isinstance(config.algorithm, OnlineDpoConfig):
         return
     if steps.samples_per_prompt < 2:
-        yield UserError(
-            "steps.samples_per_prompt",
-            steps.samples_per_prompt,
-            "2 or more with algorithm online_dpo, which pairs the samples of a prompt",
-            "Set steps.samples_per_prompt=2.",
-        )
+        allowed = "2 or more with algorithm online_dpo, which pairs the samples of a prompt"
+        yield config.refused("steps.samples_per_prompt", allowed, "Set steps.samples_per_prompt=2.")
     if config.rollout.temperature == 0:
-        yield UserError(
-            "rollout.temperature",
-            config.rollout.temperature,
-            "above 0 with algorithm online_dpo, because all greedy samples of a prompt are equal",
-            "Set rollout.temperature=1.",
+        allowed = (
+            "above 0 with algorithm online_dpo, because all greedy samples of a prompt are equal"
         )
+        yield config.refused("rollout.temperature", allowed, "Set rollout.temperature=1.")
     if steps.updates_per_step > 1:
-        yield UserError(
-            "steps.updates_per_step",
-            steps.updates_per_step,
-            "1 with algorithm online_dpo, whose gradient is computed at the start of the step",
-            "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
-        )
+        allowed = "1 with algorithm online_dpo, whose gradient is computed at the start of the step"
+        remedy = "Set steps.updates_per_step=1, and lower steps.prompts_per_step."
+        yield config.refused("steps.updates_per_step", allowed, remedy)
 
 
 def mix_rules(config: Config) -> Iterator[UserError]:
     """Yields the violations of rules on additional loss terms."""
     for name, term in config.mix.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
-            yield UserError(
-                "mix",
-                f"a term {name!r}",
+            allowed = (
                 "names of lower-case letters, digits and _, except these prefixes of metrics: "
-                + ", ".join(TAKEN),
-                "Rename the term.",
+                + ", ".join(TAKEN)
             )
+            yield UserError("mix", f"a term {name!r}", allowed, "Rename the term.")
         yield from _algorithm_rules(f"mix.{name}", term)
     for name, term in config.terms().items():
         if config.algorithm.needs is not None and not config.algorithm.needs.policy:
-            yield UserError(
-                f"mix.{name}",
-                "a term",
-                f"no value with algorithm {config.algorithm.name}, which does not train a policy",
-                f"Remove mix.{name}.",
+            allowed = (
+                f"no value with algorithm {config.algorithm.name}, which does not train a policy"
             )
+            yield UserError(f"mix.{name}", "a term", allowed, f"Remove mix.{name}.")
         yield from _number_rules(config, f"mix.{name}", term)
         yield from _data_rules(f"mix.{name}.data", term)
 
 
 def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
     if term.algorithm.needs is not None and not term.algorithm.needs.fits_term:
-        yield UserError(
-            f"{key}.algorithm.name",
-            term.algorithm.name,
-            f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from responses in the data",
-            f"Use {term.algorithm.name} as the main algorithm, and the other one as the term.",
-        )
+        allowed = f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from responses in the data"
+        remedy = f"Use {term.algorithm.name} as the main algorithm, and the other one as the term."
+        yield UserError(f"{key}.algorithm.name", term.algorithm.name, allowed, remedy)
 
 
 def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserError]:
     updates, rows = config.steps.updates_per_step, term.prompts_per_step
     if rows % updates:
-        yield UserError(
-            f"{key}.prompts_per_step",
-            rows,
+        allowed = (
             f"a multiple of steps.updates_per_step = {updates}, so that all updates have equally "
-            f"many rows",
-            f"Set {key}.prompts_per_step={-(-rows // updates) * updates}.",
+            f"many rows"
         )
+        remedy = f"Set {key}.prompts_per_step={-(-rows // updates) * updates}."
+        yield UserError(f"{key}.prompts_per_step", rows, allowed, remedy)
     elif isinstance(term.algorithm, KtoConfig) and rows // updates < 2:
-        yield UserError(
-            f"{key}.prompts_per_step",
-            rows,
+        allowed = (
             "2 or more for each optimizer step with algorithm kto, which estimates the KL from "
-            "responses to other prompts",
-            f"Set {key}.prompts_per_step={32 * updates}.",
+            "responses to other prompts"
         )
+        remedy = f"Set {key}.prompts_per_step={32 * updates}."
+        yield UserError(f"{key}.prompts_per_step", rows, allowed, remedy)
     most = term.data.longest_response(config.rollout.max_new_tokens)
     longest = term.data.max_prompt_tokens + most
     if config.train.micro_batch_tokens < longest:
-        yield UserError(
+        yield config.refused(
             "train.micro_batch_tokens",
-            config.train.micro_batch_tokens,
             f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
             "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
             "must fit into a micro-batch.",
@@ -115,16 +96,9 @@ def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
     data = term.data
     for knob in ("validation", "eval_prompts", "eval_share", "eval_limit"):
         if getattr(data, knob):
-            yield UserError(
-                f"{key}.{knob}",
-                getattr(data, knob),
-                "no value in a term, because evaluations use the prompts in the section data",
-                f"Remove {key}.{knob}, and set data.{knob}.",
-            )
+            allowed = "no value in a term, because evaluations use the prompts in the section data"
+            remedy = f"Remove {key}.{knob}, and set data.{knob}."
+            yield UserError(f"{key}.{knob}", getattr(data, knob), allowed, remedy)
     if data.margin_key is not None:
-        yield UserError(
-            f"{key}.margin_key",
-            data.margin_key,
-            "no value in a term, because only reward_model uses margins",
-            f"Remove {key}.margin_key.",
-        )
+        allowed = "no value in a term, because only reward_model uses margins"
+        yield UserError(f"{key}.margin_key", data.margin_key, allowed, f"Remove {key}.margin_key.")

@@ -39,23 +39,15 @@ def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Use
     engine = config.rollout.engine
     if ENGINES[engine].exact_kernels is None:
         able = " or ".join(name for name in offered_engines() if ENGINES[name].exact_kernels)
-        yield UserError(
-            "rollout.engine",
-            engine,
-            f"{able} with {KEY}=exact on GPUs",
-            f"Set rollout.engine={able}, or {KEY}=close.",
-        )
+        remedy = f"Set rollout.engine={able}, or {KEY}=close."
+        yield config.refused("rollout.engine", f"{able} with {KEY}=exact on GPUs", remedy)
     if config.train.tp > 1:
         allowed = f"1 with {KEY}=exact on GPUs, where sums over ranks have not been compared"
         remedy = f"Set train.tp=1 and rollout.tp=1, or {KEY}=close."
-        yield UserError("train.tp", config.train.tp, allowed, remedy)
+        yield config.refused("train.tp", allowed, remedy)
     if config.model.dtype not in ("auto", "bfloat16"):
-        yield UserError(
-            "model.dtype",
-            config.model.dtype,
-            f"bfloat16 with {KEY}=exact on GPUs, as in the engine's attention",
-            f"Set model.dtype=bfloat16, or {KEY}=close.",
-        )
+        allowed = f"bfloat16 with {KEY}=exact on GPUs, as in the engine's attention"
+        yield config.refused("model.dtype", allowed, f"Set model.dtype=bfloat16, or {KEY}=close.")
     if not shape:
         return
     if _has_window(shape):
@@ -97,25 +89,19 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
         return
     if not ENGINES[engine].matches_exactly:
         able = " or ".join(name for name in offered_engines() if ENGINES[name].matches_exactly)
-        yield UserError(
-            "rollout.engine",
-            engine,
-            f"{able} with {KEY}=exact, because {engine} computes with its own kernels",
-            f"Set rollout.engine={able}, or {KEY}=close.",
-        )
+        allowed = f"{able} with {KEY}=exact, because {engine} computes with its own kernels"
+        remedy = f"Set rollout.engine={able}, or {KEY}=close."
+        yield config.refused("rollout.engine", allowed, remedy)
     if shape and (has_images(shape) or shape.get("model_type") not in MODEL_TYPES):
-        yield UserError(
-            KEY,
-            "exact",
+        allowed = (
             f"close with model_type {shape.get('model_type')}; exact supports text models of the "
-            f"types {', '.join(MODEL_TYPES)}",
-            CLOSE,
+            f"types {', '.join(MODEL_TYPES)}"
         )
+        yield UserError(KEY, "exact", allowed, CLOSE)
     if shape.get("model_type") in MIXTURES and not ENGINES[engine].mixes_exactly:
         able = " or ".join(name for name in offered_engines() if ENGINES[name].mixes_exactly)
-        yield UserError(
+        yield config.refused(
             "rollout.engine",
-            engine,
             f"{able} with {KEY}=exact and model_type {shape['model_type']}, because {engine} has "
             "its own kernels for experts",
             f"Set rollout.engine={able}, or {KEY}=close.",
@@ -129,9 +115,8 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
 def _knob_rules(config: Config) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
     if train.tp > MAX_TP:
-        yield UserError(
+        yield config.refused(
             "train.tp",
-            train.tp,
             f"at most {MAX_TP} with {KEY}=exact, because the order of a sum over more ranks is "
             "unknown",
             f"Set train.tp={MAX_TP} and rollout.tp={MAX_TP}, or {KEY}=close.",
@@ -150,9 +135,5 @@ def _knob_rules(config: Config) -> Iterator[UserError]:
     ):
         if value != usual:
             shown = str(usual).lower()
-            yield UserError(
-                key,
-                value,
-                f"{shown} with {KEY}=exact, {reason}",
-                f"Set {key}={shown}, or {KEY}=close.",
-            )
+            allowed = f"{shown} with {KEY}=exact, {reason}"
+            yield UserError(key, value, allowed, f"Set {key}={shown}, or {KEY}=close.")

@@ -83,12 +83,10 @@ def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserErro
     remedy = "Set train.gradient_dtype=float32."
     if can_lower:
         remedy = "Set train.optimizer_memory=low_precision, or train.gradient_dtype=float32."
-    yield UserError(
-        "train.gradient_dtype",
-        "bfloat16",
-        "float32 with train.optimizer_memory=device, whose step would copy all gradients to fp32",
-        remedy,
+    allowed = (
+        "float32 with train.optimizer_memory=device, whose step would copy all gradients to fp32"
     )
+    yield UserError("train.gradient_dtype", "bfloat16", allowed, remedy)
 
 
 def muon_rules(config: Config) -> Iterator[UserError]:
@@ -97,20 +95,16 @@ def muon_rules(config: Config) -> Iterator[UserError]:
     if train.optimizer != "muon":
         return
     if level_of(train).is_low_precision:
-        yield UserError(
-            LEVEL_KEY,
-            train.optimizer_memory,
-            "device with train.optimizer=muon, whose momentum is fp32 and on the GPU",
-            "Set train.optimizer_memory=device, or train.optimizer=adamw.",
-        )
+        allowed = "device with train.optimizer=muon, whose momentum is fp32 and on the GPU"
+        remedy = "Set train.optimizer_memory=device, or train.optimizer=adamw."
+        yield UserError(LEVEL_KEY, train.optimizer_memory, allowed, remedy)
     if config.lora.is_on:
-        yield UserError(
-            "train.optimizer",
-            "muon",
+        allowed = (
             "adamw with LoRA, because the product of two orthogonal adapters is not an orthogonal "
-            "update of the weight",
-            "Set train.optimizer=adamw, or remove the section lora to train the weights.",
+            "update of the weight"
         )
+        remedy = "Set train.optimizer=adamw, or remove the section lora to train the weights."
+        yield UserError("train.optimizer", "muon", allowed, remedy)
 
 
 def optimizer_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
@@ -128,27 +122,24 @@ def optimizer_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype
     if dtype == "float32":
-        yield UserError(
-            key,
-            level,
+        allowed = (
             "device with float32 weights, because low precision stores fp32 masters as bf16 "
-            "weights with remainders",
-            "Set model.dtype=bfloat16, or train.optimizer_memory=device.",
+            "weights with remainders"
         )
+        remedy = "Set model.dtype=bfloat16, or train.optimizer_memory=device."
+        yield UserError(key, level, allowed, remedy)
     if train.release_weights_in_rollout:
-        yield UserError(
-            key,
-            level,
+        allowed = (
             "device with train.release_weights_in_rollout=true, which rebuilds weights from fp32 "
-            "masters",
-            "Set train.release_weights_in_rollout=false, or train.optimizer_memory=device.",
+            "masters"
         )
+        remedy = "Set train.release_weights_in_rollout=false, or train.optimizer_memory=device."
+        yield UserError(key, level, allowed, remedy)
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(train, name) > MAX_BF16_BETA:
-            yield UserError(
-                f"train.{name}",
-                getattr(train, name),
+            allowed = (
                 f"at most {MAX_BF16_BETA} with train.optimizer_memory={level}, whose bf16 moments "
-                "cannot represent smaller changes",
-                f"Lower train.{name}, or set train.optimizer_memory=device.",
+                "cannot represent smaller changes"
             )
+            remedy = f"Lower train.{name}, or set train.optimizer_memory=device."
+            yield UserError(f"train.{name}", getattr(train, name), allowed, remedy)

@@ -124,12 +124,9 @@ def expert_rules(
         allowed = f"a divisor of the {width} feed-forward units of an expert"
         yield UserError(f"{key}.etp", etp, allowed, f"Change {key}.etp.")
     if pp > 1 and order != AUTO_ORDER and not order.endswith("pp"):
-        yield UserError(
-            "train.order",
-            repr(order),
-            f"an order that ends with pp, because a model with experts has {key}.pp={pp}",
-            f"Set train.order={AUTO_ORDER}, or put pp last.",
-        )
+        allowed = f"an order that ends with pp, because a model with experts has {key}.pp={pp}"
+        remedy = f"Set train.order={AUTO_ORDER}, or put pp last."
+        yield UserError("train.order", repr(order), allowed, remedy)
 
 
 def num_experts(shape: Mapping[str, Any]) -> int:
@@ -188,9 +185,5 @@ def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserErr
         if isinstance(size, int) and size % tp:
             yield UserError(key, tp, f"a divisor of the model's {size} {name}", f"Change {key}.")
     if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
-        yield UserError(
-            key,
-            tp,
-            f"a divisor or a multiple of the model's {kv_heads} key/value heads",
-            f"Change {key}.",
-        )
+        allowed = f"a divisor or a multiple of the model's {kv_heads} key/value heads"
+        yield UserError(key, tp, allowed, f"Change {key}.")

@@ -43,6 +43,7 @@ from hybridrl.config.supervised import (
     SupervisedConfig,
 )
 from hybridrl.config.train import MoeConfig, TrainConfig
+from hybridrl.errors import UserError
 
 __all__ = [
     "AgentConfig",
@@ -249,6 +250,13 @@ class Config(Section):
                 for section, changes in sections.items()
             }
         )
+
+    def refused(self, key: str, allowed: str, remedy: str) -> UserError:
+        """Returns the error of a knob, by its dotted key, whose value is not allowed."""
+        value: object = self
+        for name in key.split("."):
+            value = getattr(value, name)
+        return UserError(key, value, allowed, remedy)
 
     def terms(self) -> dict[str, TermConfig]:
         """Returns the terms of the section `mix` whose weight is above 0."""

@@ -62,9 +62,8 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
     if compares and config.steps.samples_per_prompt < 2:
-        yield UserError(
+        yield config.refused(
             "steps.samples_per_prompt",
-            config.steps.samples_per_prompt,
             "2 or more with algorithm.reward_coef above 0, which compares the samples of a prompt",
             "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0.",
         )
@@ -76,12 +75,8 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
     if teacher is None or "vocab_size" not in policy:
         return
     if isinstance(chosen, TopTokensConfig) and chosen.top_k > policy["vocab_size"]:
-        yield UserError(
-            "algorithm.top_k",
-            chosen.top_k,
-            f"at most the model's {policy['vocab_size']} tokens",
-            "Lower it.",
-        )
+        allowed = f"at most the model's {policy['vocab_size']} tokens"
+        yield config.refused("algorithm.top_k", allowed, "Lower it.")
     yield from _token_rules(config, policy["vocab_size"], teacher)
     for found in cut_rules(config, "teacher", teacher):
         allowed = found.allowed.replace("the model's", "the teacher's")

@@ -46,12 +46,9 @@ def check_tokenizer_files(model: ModelConfig) -> None:
     """
     place = _place(model)
     if os.path.isdir(place) and not any((place / name).exists() for name in TOKENIZER_FILES):
-        raise ModelError(
-            "model.tokenizer",
-            str(place),
-            f"a directory with one of {', '.join(TOKENIZER_FILES)}",
-            "Set model.tokenizer to the tokenizer's directory.",
-        )
+        allowed = f"a directory with one of {', '.join(TOKENIZER_FILES)}"
+        remedy = "Set model.tokenizer to the tokenizer's directory."
+        raise ModelError("model.tokenizer", str(place), allowed, remedy)
 
 
 def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
@@ -111,11 +108,9 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
         found: dict[str, int] = Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library is written in Rust and raises plain Exception
         what = str(error).strip() or type(error).__name__
+        allowed = "a tokenizer of the tokenizers library"
         raise ModelError(
-            str(file),
-            f"a damaged file ({what.splitlines()[0][:160]})",
-            "a tokenizer of the tokenizers library",
-            FETCH_AGAIN,
+            str(file), f"a damaged file ({what.splitlines()[0][:160]})", allowed, FETCH_AGAIN
         ) from None
     return found
 

@@ -101,12 +101,9 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
         UserError, ConfigError: The first host has a loopback name, or hosts fail the check.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
-        raise UserError(
-            "--hostfile",
-            f"{address} as the first of several hosts",
-            "a name that all hosts can resolve",
-            "Write the host's name instead, or set --address.",
-        )
+        allowed = "a name that all hosts can resolve"
+        remedy = "Write the host's name instead, or set --address."
+        raise UserError("--hostfile", f"{address} as the first of several hosts", allowed, remedy)
     found = answers(hosts, ssh, address)
     if wrong := [error for error in found if error is not None]:
         raise ConfigError(wrong)
@@ -145,12 +142,11 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
             f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove this host."
         )
         return UserError(name, last, "a host that ssh can reach", remedy)
-    return UserError(
-        name,
-        last,
-        f"hybridrl {__version__} with {sys.executable} in {os.getcwd()}; {address} must resolve",
-        "Share the environment and the working folder among the hosts.",
+    allowed = (
+        f"hybridrl {__version__} with {sys.executable} in {os.getcwd()}; {address} must resolve"
     )
+    remedy = "Share the environment and the working folder among the hosts."
+    return UserError(name, last, allowed, remedy)
 
 
 def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:

@@ -218,12 +218,9 @@ def _bind(server: socket.socket, share: Share) -> None:
     try:
         server.bind((LOCAL if share.address == LOCAL else "", share.port))
     except OSError as error:
-        raise UserError(
-            "--port",
-            share.port,
-            f"a free port on {socket.gethostname()}",
-            f"{error.strerror}; choose another port with --port.",
-        ) from error
+        allowed = f"a free port on {socket.gethostname()}"
+        remedy = f"{error.strerror}; choose another port with --port."
+        raise UserError("--port", share.port, allowed, remedy) from error
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
@@ -241,12 +238,8 @@ def _make_log_dir(log_dir: Path, share: Share) -> None:
 
 
 def _no_logs(path: Path, error: OSError) -> UserError:
-    return UserError(
-        str(path),
-        error.strerror,
-        "a writable folder for the ranks' logs",
-        "Free space on the disk, or change run.dir.",
-    )
+    remedy = "Free space on the disk, or change run.dir."
+    return UserError(str(path), error.strerror, "a writable folder for the ranks' logs", remedy)
 
 
 @console.protected()
@@ -265,12 +258,9 @@ def launch_run(
     try:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            "run.dir and run.name",
-            folder,
-            "a folder that can be created and written",
-            f"{error.strerror}; change run.dir or run.name.",
-        ) from error
+        allowed = "a folder that can be created and written"
+        remedy = f"{error.strerror}; change run.dir or run.name."
+        raise UserError("run.dir and run.name", folder, allowed, remedy) from error
     lock = RunLock(folder)
     lock.acquire(lambda text: say(text, sys.stdout))
     try:

@@ -58,12 +58,9 @@ def main() -> int:
     log_dir = Path(order.log_dir)
     try:
         if not log_dir.is_dir():
-            raise UserError(
-                "run.dir",
-                f"{log_dir}, which does not exist on {os.uname().nodename}",
-                "a folder that all hosts share",
-                "Put run.dir on a shared file system.",
-            )
+            found = f"{log_dir}, which does not exist on {os.uname().nodename}"
+            allowed = "a folder that all hosts share"
+            raise UserError("run.dir", found, allowed, "Put run.dir on a shared file system.")
         outcome = run_ranks(order.command, order.share, log_dir, order.environment, _obey)
     except UserError as error:
         say(str(error))

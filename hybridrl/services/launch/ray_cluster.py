@@ -306,10 +306,7 @@ def connect(address: str) -> Any:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise UserError(
-            "--ray",
-            f"{address}: {error_text(error)}",
-            "the address of a running cluster with the same versions of Ray and Python",
-            "Run `ray status --address ADDRESS`; start a cluster with `ray start --head`.",
-        ) from error
+        allowed = "the address of a running cluster with the same versions of Ray and Python"
+        remedy = "Run `ray status --address ADDRESS`; start a cluster with `ray start --head`."
+        raise UserError("--ray", f"{address}: {error_text(error)}", allowed, remedy) from error
     return ray

@@ -116,12 +116,9 @@ def on_hosts(
     world_size = world or slots
     least = max(world_size, default_world_size(run.config, 0))
     if slots < least:
-        raise UserError(
-            "--hostfile",
-            f"{slots} slots on {len(hosts)} hosts",
-            f"at least {least} slots for --world and the layout",
-            "Add hosts or slots, or make the layout smaller.",
-        )
+        allowed = f"at least {least} slots for --world and the layout"
+        remedy = "Add hosts or slots, or make the layout smaller."
+        raise UserError("--hostfile", f"{slots} slots on {len(hosts)} hosts", allowed, remedy)
     first = address or hosts[0].name
     parts = shares(hosts, world_size, first, port or any_port())
     _validate(run, parts)
@@ -138,12 +135,10 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
         least = slots if cluster.has_gpus else default_world_size(run.config, 0)
         world_size = world or least
         if not 0 < world_size <= slots:
-            raise UserError(
-                "--ray",
-                f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes(),
-                f"{max(world_size, 1)} free slots" + ", each with a CPU" * cluster.has_gpus,
-                "Run `ray status`; add nodes, end other jobs, or set --world.",
-            )
+            found = f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes()
+            allowed = f"{max(world_size, 1)} free slots" + ", each with a CPU" * cluster.has_gpus
+            remedy = "Run `ray status`; add nodes, end other jobs, or set --world."
+            raise UserError("--ray", found, allowed, remedy)
         parts = shares(hosts, world_size, hosts[0].name, any_port())
         _validate(run, parts)
         return _run_on(run, cluster, hosts, parts, None)
@@ -220,12 +215,9 @@ def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) 
         (folder / SCRIPT).write_text(text, encoding="utf-8")
         return 1 if subprocess.run(["sbatch", folder / SCRIPT], check=False).returncode else 0
     except FileNotFoundError as error:
-        raise UserError(
-            "--slurm",
-            f"{error.filename} was not found",
-            "a host on which Slurm's sbatch is installed",
-            "Run this on a login node, or print the script with --dry-run.",
-        ) from error
+        allowed = "a host on which Slurm's sbatch is installed"
+        remedy = "Run this on a login node, or print the script with --dry-run."
+        raise UserError("--slurm", f"{error.filename} was not found", allowed, remedy) from error
 
 
 def manifest_of(

@@ -370,10 +370,9 @@ def _predicted_ms(
 def _transport_rules(config: Config, assumed: Assumptions | None) -> Iterator[UserError]:
     if config.rollout.transport == "peer" and assumed is not None and assumed.cluster.nodes > 1:
         found = assumed.cluster
-        yield UserError(
-            "rollout.transport",
-            "peer",
+        allowed = (
             f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs, because ranks "
-            "can only read memory on their own node",
-            "Set rollout.transport=auto, or correct gpus_per_node in --cluster FILE.",
+            "can only read memory on their own node"
         )
+        remedy = "Set rollout.transport=auto, or correct gpus_per_node in --cluster FILE."
+        yield UserError("rollout.transport", "peer", allowed, remedy)

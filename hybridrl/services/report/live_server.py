@@ -76,12 +76,8 @@ def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer((LOOPBACK, port), Handler)
     except (OSError, OverflowError) as error:
-        raise UserError(
-            "--port",
-            f"{port} ({error})",
-            "a free port",
-            "Choose another port, or 0 for any free port.",
-        ) from error
+        remedy = "Choose another port, or 0 for any free port."
+        raise UserError("--port", f"{port} ({error})", "a free port", remedy) from error
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -85,12 +85,9 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
     metrics = folder / "metrics.jsonl"
     records = read_records(metrics) if os.path.exists(metrics) else []
     if not records:
-        raise DataError(
-            str(metrics),
-            "no steps" if os.path.exists(metrics) else "no such file",
-            "the metrics of at least one step",
-            "Pass the folder of a run that has completed a step, e.g. runs/quickstart-grpo.",
-        )
+        found = "no steps" if os.path.exists(metrics) else "no such file"
+        remedy = "Pass the folder of a run that has completed a step, e.g. runs/quickstart-grpo."
+        raise DataError(str(metrics), found, "the metrics of at least one step", remedy)
     summary = _object(folder / "summary.json")
     before = _measured_before(summary)  # there is no other record of step 0
     if before and all(record["step"] for record in records):

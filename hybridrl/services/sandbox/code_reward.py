@@ -117,12 +117,9 @@ class Code:
             isinstance(path, str) and path.startswith("/") and Path(path).exists()
             for path in readable
         ):
-            raise UserError(
-                "reward.options.readable",
-                repr(readable),
-                "a list of absolute paths that exist",
-                "Correct readable, or remove this option.",
-            )
+            allowed = "a list of absolute paths that exist"
+            remedy = "Correct readable, or remove this option."
+            raise UserError("reward.options.readable", repr(readable), allowed, remedy)
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
@@ -328,10 +325,9 @@ def _check_host() -> None:
         if ended.output.strip() != "1":
             raise SandboxError(ended.error.strip()[-200:] or f"exit code {ended.code}")
     except (SandboxError, OSError) as error:
-        raise UserError(
-            "reward.function",
-            "code",
-            "code, on a host where this user may create namespaces (user, mount, network)",
+        allowed = "code, on a host where this user may create namespaces (user, mount, network)"
+        remedy = (
             "Allow namespaces (docker: --cap-add SYS_ADMIN), or score on another host with the "
-            f"function `remote`. {error}.",
-        ) from None
+            f"function `remote`. {error}."
+        )
+        raise UserError("reward.function", "code", allowed, remedy) from None
