@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import reprlib
 
-MAX_PART_CHARACTERS = (
-    2000  # limit for each part of a message; longer than any list of allowed values
-)
+MAX_PART_CHARACTERS = 2000  # for each part of a message; longer than any list of allowed values
 
 
 class _Missing(str):
@@ -132,9 +130,7 @@ class ConfigError(UserError):
 
 
 class UnknownKeyError(UserError):
-    """A key that a section of the configuration does not have; `allowed` lists the keys that it
-    has.
-    """
+    """A key that a section of the configuration does not have; `allowed` lists its keys."""
 
     def _message(self, name: str, value: str, allowed: str, remedy: str) -> str:
         return f"{name}: {value}. {remedy} Allowed: {allowed}."
@@ -149,9 +145,7 @@ class BadRowError(DataError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint or HF directory that is incomplete, is damaged, or belongs to another model or
-    run.
-    """
+    """A checkpoint or HF directory that is damaged, or belongs to another model or run."""
 
 
 class OtherModelError(CheckpointError):
@@ -163,6 +157,4 @@ class ModelError(UserError):
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device is out of memory; the message says what uses the memory and which sizes could be
-    reduced.
-    """
+    """The device is out of memory; the message says what uses it, and which sizes to reduce."""

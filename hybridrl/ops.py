@@ -30,50 +30,6 @@ from hybridrl.kernels.reference import (
     vocab_top,
 )
 
-__all__ = [
-    "BLOCK",
-    "Blocks",
-    "Copies",
-    "Tiles",
-    "VocabStats",
-    "Waits",
-    "add_up",
-    "block_copies",
-    "block_maxima",
-    "causal_convolution",
-    "compiled_operations",
-    "delta_rule_fault",
-    "draw_rows",
-    "fp8_product",
-    "fp8_product_fits",
-    "gated_delta_rule",
-    "has_copy_engine",
-    "invariant_add_rms_norm",
-    "invariant_attention",
-    "invariant_linear",
-    "invariant_logits",
-    "invariant_logps",
-    "invariant_rms_norm",
-    "invariant_rms_norm_backward",
-    "invariant_rotate",
-    "invariant_swiglu",
-    "invariant_swiglu_backward",
-    "invert_rows",
-    "power_of_two_scales",
-    "prepare_fp8_products",
-    "quantize_blocks",
-    "quantized_copies",
-    "rectangle_copies",
-    "row_uniforms",
-    "storage_placer",
-    "vocab_backward",
-    "vocab_chosen",
-    "vocab_chosen_backward",
-    "vocab_stats",
-    "vocab_top",
-    "wide_logits",
-]
-
 
 def vocab_stats(
     hidden_TD: torch.Tensor,
@@ -82,10 +38,7 @@ def vocab_stats(
     temperature: float,
     cap: float = 0.0,
 ) -> VocabStats:
-    """Computes softmax statistics over one vocabulary shard without storing the logits.
-
-    Arguments as in `reference.vocab_stats`.
-    """
+    """Computes a vocabulary shard's softmax statistics, as `reference.vocab_stats`."""
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs  # torch's CUDA builds bring triton
 
@@ -107,10 +60,7 @@ def vocab_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this vocabulary shard's part of the gradients of log-probability and entropy.
-
-    Arguments and results as in `reference.vocab_backward`.
-    """
+    """Computes the shard's part of the gradients, as `reference.vocab_backward`."""
     stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
     arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap, is_trained
     if hidden_TD.is_cuda:
@@ -127,10 +77,7 @@ def draw_rows(
     seed_B: torch.Tensor,
     count_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples one token per row from the softmax of the row's logits.
-
-    Arguments and results as in `reference.draw_rows`.
-    """
+    """Samples one token per row from the softmax of its logits, as `reference.draw_rows`."""
     arguments = logits_BV, temperature_B, is_greedy_B, seed_B, count_B
     if logits_BV.is_cuda:
         from hybridrl.kernels import draws
@@ -147,10 +94,7 @@ def add_up(
     slot_M: torch.Tensor,
     slot: int,
 ) -> None:
-    """Adds the products of a LoRA adapter's B matrices to a linear layer's output, in place.
-
-    Arguments as in `reference.add_up`.
-    """
+    """Adds the products of a LoRA adapter's B matrices in place, as `reference.add_up`."""
     if y_MN.is_cuda:
         from hybridrl.kernels import adapters
 
@@ -166,8 +110,7 @@ def causal_convolution(
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     before_NPC: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Convolves the channels of packed sequences with Triton kernels, and applies SiLU. Arguments
-    and results as in `hybridrl.kernels.convolution.convolve`.
+    """Convolves channels of packed sequences and applies SiLU, as `kernels.convolution.convolve`.
 
     The reference in PyTorch is models/megatron/delta_rule.py.
     """
@@ -177,12 +120,7 @@ def causal_convolution(
 
 
 def delta_rule_fault(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
-    """Returns why `gated_delta_rule` cannot compute such heads, or None.
-
-    Args:
-        key_dim, value_dim: Sizes of the heads.
-        dtype: Data type of queries, keys and values.
-    """
+    """Returns why `gated_delta_rule` cannot compute heads of these sizes and type, or None."""
     if find_spec("triton") is None:
         return "triton is not installed"
     from hybridrl.kernels import delta_rule
@@ -199,11 +137,9 @@ def gated_delta_rule(
     chunks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     state_NGKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gated delta rule with Triton kernels. Arguments and results as in
-    `hybridrl.kernels.delta_rule.delta_rule`.
+    """Computes the gated delta rule with Triton, as `kernels.delta_rule.delta_rule`.
 
-    The reference in PyTorch is models/megatron/delta_rule.py, because it arranges sequences in
-    another way.
+    The reference in PyTorch, models/megatron/delta_rule.py, arranges sequences in another way.
     """
     from hybridrl.kernels import delta_rule
 
@@ -226,15 +162,19 @@ def invariant_linear(
     return product_MN if bias_N is None else product_MN + bias_N
 
 
+def _row_operations(x: torch.Tensor) -> Any:
+    if x.is_cuda:
+        from hybridrl.kernels import rows
+
+        return rows
+    return invariant
+
+
 def invariant_rms_norm(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, is_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalizes rows. Arguments and results as in `invariant.rms_norm`."""
-    if x.is_cuda:
-        from hybridrl.kernels import rows
-
-        return rows.rms_norm(x, weight_D, eps, is_centered)[:2]
-    return invariant.rms_norm(x, weight_D, eps, is_centered)
+    return _row_operations(x).rms_norm(x, weight_D, eps, is_centered)[:2]
 
 
 def invariant_add_rms_norm(
@@ -242,9 +182,7 @@ def invariant_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normalized rows of x + residual, and the sum."""
     if x.is_cuda:
-        from hybridrl.kernels import rows
-
-        found, _, total = rows.rms_norm(x, weight_D, eps, is_centered, residual)
+        found, _, total = _row_operations(x).rms_norm(x, weight_D, eps, is_centered, residual)
         return found, total
     total = x + residual
     return invariant.rms_norm(total, weight_D, eps, is_centered)[0], total
@@ -258,41 +196,24 @@ def invariant_rms_norm_backward(
     is_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns gradients of a norm. Arguments and results as in `invariant.rms_norm_backward`."""
-    arguments = grad, x, weight_D, inverse, is_centered
-    if x.is_cuda:
-        from hybridrl.kernels import rows
-
-        return rows.rms_norm_backward(*arguments)
-    return invariant.rms_norm_backward(*arguments)
+    return _row_operations(x).rms_norm_backward(grad, x, weight_D, inverse, is_centered)
 
 
 def invariant_swiglu(x: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up. Argument and result as in `invariant.swiglu`."""
-    if x.is_cuda:
-        from hybridrl.kernels import rows
-
-        return rows.swiglu(x)
-    return invariant.swiglu(x)
+    return _row_operations(x).swiglu(x)
 
 
 def invariant_swiglu_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of the input of `invariant_swiglu`."""
-    if x.is_cuda:
-        from hybridrl.kernels import rows
-
-        return rows.swiglu_backward(grad, x)
-    return invariant.swiglu_backward(grad, x)
+    return _row_operations(x).swiglu_backward(grad, x)
 
 
 def invariant_rotate(
     x_THD: torch.Tensor, table_LD: torch.Tensor, row_T: torch.Tensor, is_inverse: bool = False
 ) -> torch.Tensor:
     """Rotates heads by their positions' angles. Arguments and result as in `invariant.rotate`."""
-    if x_THD.is_cuda:
-        from hybridrl.kernels import rows
-
-        return rows.rotate(x_THD, table_LD, row_T, is_inverse=is_inverse)
-    return invariant.rotate(x_THD, table_LD, row_T, is_inverse)
+    return _row_operations(x_THD).rotate(x_THD, table_LD, row_T, is_inverse=is_inverse)
 
 
 def invariant_attention(
@@ -307,9 +228,7 @@ def invariant_attention(
 
 
 def invariant_logits(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Returns the logits, (N, V) fp32, whose bits do not depend on the other rows; on GPUs, see
-    `invariant_linear`.
-    """
+    """Returns logits, (N, V) fp32, whose bits no other row changes; see `invariant_linear`."""
     if hidden_ND.is_cuda:
         return wide_logits(hidden_ND, weight_VD)
     return invariant.logits(hidden_ND, weight_VD)
@@ -339,16 +258,13 @@ class Copies(Protocol):
     @property
     def num_launches(self) -> int:
         """Number of kernels that one `run()` launches."""
-        ...
 
     @property
     def table_bytes(self) -> int:
         """Size in bytes of its tables in device memory."""
-        ...
 
     def run(self) -> None:
         """Enqueues all copies on the device's current stream."""
-        ...
 
 
 class Blocks(Protocol):
@@ -357,7 +273,6 @@ class Blocks(Protocol):
     @property
     def num_launches(self) -> int:
         """Number of batches that one `run()` enqueues: 1, or 0 if the list is empty."""
-        ...
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
         """Enqueues all copies without waiting for them.
@@ -368,7 +283,6 @@ class Blocks(Protocol):
                 waiting stream waits for what is now enqueued on the awaited stream. `first` is
                 applied before the copies, `then` after them.
         """
-        ...
 
 
 def rectangle_copies(
@@ -387,20 +301,15 @@ def rectangle_copies(
         programs: Maximum number of Triton programs, to leave multiprocessors free for other
             kernels; None for the whole device.
     """
-    copies: Copies
     if device.type == "cuda":
         from hybridrl.kernels.rectangles import RectangleCopies  # torch's CUDA builds bring triton
 
-        copies = RectangleCopies(pairs, device, lanes, programs)
-    else:
-        copies = reference.RectangleCopies(pairs, device, lanes, programs)
-    return copies
+        return RectangleCopies(pairs, device, lanes, programs)
+    return reference.RectangleCopies(pairs, device, lanes, programs)
 
 
 def block_maxima(tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> Copies:
-    """Prepares the search for the largest magnitude of each block of weights; see
-    `reference.BlockMaxima`.
-    """
+    """Prepares the search for the largest magnitude of each block; see `reference.BlockMaxima`."""
     if device.type == "cuda":
         from hybridrl.kernels import quantize
 
@@ -431,9 +340,7 @@ def quantized_copies(
 
 
 def fp8_product_fits(num_tokens: int, weight_NK: torch.Tensor) -> bool:
-    """Whether `fp8_product` was measured for so many tokens and a weight of these sizes. Its kernel
-    is made for few tokens.
-    """
+    """Whether `fp8_product`, made for few tokens, was measured for these sizes."""
     if weight_NK.is_cuda:
         from hybridrl.kernels import fp8_linear
 
@@ -442,9 +349,7 @@ def fp8_product_fits(num_tokens: int, weight_NK: torch.Tensor) -> bool:
 
 
 def prepare_fp8_products(device: torch.device) -> None:
-    """Allocates the memory that `fp8_product` shares between calls. Must precede the capture of
-    CUDA graphs with such products.
-    """
+    """Allocates the memory that `fp8_product` shares, before CUDA graphs with it are captured."""
     if device.type == "cuda":
         from hybridrl.kernels import fp8_linear
 
@@ -452,10 +357,7 @@ def prepare_fp8_products(device: torch.device) -> None:
 
 
 def fp8_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiplies tokens by FP8 weights, without rounding the tokens to FP8.
-
-    Arguments and result as in `reference.fp8_product`.
-    """
+    """Multiplies unrounded tokens by FP8 weights; see `reference.fp8_product`."""
     if x_MK.is_cuda:
         from hybridrl.kernels import fp8_linear
 
@@ -471,8 +373,7 @@ def has_copy_engine(device: torch.device) -> bool:
 def block_copies(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
 ) -> Blocks:
-    """Prepares copies between contiguous (source, destination) views, made by the GPU's copy
-    engines.
+    """Prepares copies between (source, destination) views, made by the GPU's copy engines.
 
     Args:
         pairs: Contiguous views of equal sizes and types; destinations do not overlap.
@@ -480,8 +381,7 @@ def block_copies(
     """
     if device.type != "cuda":
         return reference.BlockCopies(pairs)
-    compiled = compiled_operations()
-    if compiled is not None:
+    if (compiled := compiled_operations()) is not None:
         return copy_engine.CompiledBlockCopies(pairs, compiled.queue_blocks)
     return copy_engine.BlockCopies(pairs)
 
@@ -524,7 +424,5 @@ def _warn_of_compiled(what: str) -> None:
 
 
 def compiled_library() -> str:
-    """Returns the path of the library compiled from csrc/, which contains the allocator for torch's
-    memory pools. Requires `compiled_operations`.
-    """
+    """Returns the path of csrc/'s library, which has the allocator for torch's memory pools."""
     return str(importlib.import_module("hybridrl._C").__file__)

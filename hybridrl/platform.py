@@ -65,9 +65,7 @@ class Platform:
         return self.device.type == "cpu"
 
     def default_dtype(self) -> torch.dtype:
-        """Returns the training dtype that `model.dtype: auto` means: bf16 on GPUs; fp32 on CPU,
-        where bf16 is not faster.
-        """
+        """Returns the dtype of `model.dtype: auto`; fp32 on CPU, where bf16 is not faster."""
         return torch.float32 if self.is_cpu else torch.bfloat16
 
     def transformer_engine_fault(self) -> str | None:
@@ -83,9 +81,7 @@ class Platform:
         return transformer_engine_import_fault()
 
     def activate(self) -> None:
-        """Selects the device and, on CPU, adapts Megatron. Must be called before any Megatron
-        object is created.
-        """
+        """Selects the device and, on CPU, adapts Megatron, before any Megatron object exists."""
         if self.is_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             _adapt_megatron_to_cpu()
@@ -182,9 +178,7 @@ def multiply_in_one_order() -> None:
 
 
 def transformer_engine_import_fault() -> str | None:
-    """Returns why transformer-engine cannot be used (not importable, or refused version); None if
-    it can.
-    """
+    """Returns why transformer-engine cannot be imported, or its version is refused; or None."""
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:
@@ -193,11 +187,7 @@ def transformer_engine_import_fault() -> str | None:
         return f"transformer-engine {found} is refused ({fault})"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a library built for another CUDA or cuDNN
+    except (ImportError, OSError, RuntimeError) as error:  # built for another CUDA or cuDNN
         return f"transformer-engine {found} cannot be imported: {str(error).splitlines()[0]}"
     return None
 
@@ -209,23 +199,16 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaLiteralsOnCpu(TorchFunctionMode):
-    """Rewrites `device="cuda"`, `Tensor.cuda()`, `pin_memory=True` and `Tensor.type() ==
-    "torch.cuda.*"`.
-    """
+    """Rewrites CUDA devices, `Tensor.cuda()`, pinned memory and `Tensor.type()` of CUDA."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -234,9 +217,7 @@ class _CudaLiteralsOnCpu(TorchFunctionMode):
 
 
 class _TorchOnCpu(ModuleType):
-    """Replacement for `torch` in a Megatron module; its factory functions ignore CUDA and pinned
-    memory.
-    """
+    """Replacement for `torch` in a Megatron module; its factories ignore CUDA and pinned memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")

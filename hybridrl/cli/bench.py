@@ -147,7 +147,6 @@ def _version(name: str) -> str:
 
 
 def _sizes(config: Config, world_size: int) -> dict[str, int]:
-    """Returns the sizes of the measurement, which are the same for all engines."""
     return {
         "world_size": world_size,
         "tp": config.rollout.tp,

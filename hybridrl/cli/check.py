@@ -201,7 +201,6 @@ def _check_mismatch(
     against: str | None,
     as_json: bool,
 ) -> NoReturn:
-    """Runs `check --mismatch` in the parent or on a rank, and exits."""
     refuse_other_job(world)
 
     def load(given: Sequence[str]) -> tuple[Config, int]:

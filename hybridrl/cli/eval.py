@@ -119,7 +119,6 @@ def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
 
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration in a run folder, even if the folder was moved."""
     whole = Path(os.path.abspath(folder))
     config = load_config(folder / RUN_CONFIG, overrides, is_saved=True)
     run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
@@ -127,7 +126,6 @@ def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def _shown_path(path: Path) -> Path:
-    """Returns a path, relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -193,7 +191,6 @@ def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table with one row per evaluation set."""
     own = {OWN: result} if result["num_prompts"] else {}
     sets: dict[str, Mapping[str, Any]] = {**own, **result["sets"]}
     ks = sorted({int(k) for one in sets.values() for k in one["pass_at"]})

@@ -106,7 +106,6 @@ def watch(folder: Path, every_s: float) -> None:
 
 
 def _end_of(folder: Path) -> str:
-    """Returns how a run ended; no process may be holding its folder."""
     starts = read_starts(folder)
     if not starts:
         return "no process holds the folder"
@@ -116,7 +115,6 @@ def _end_of(folder: Path) -> str:
 
 
 def _phases(logs: Path) -> dict[str, dict[int, float]]:
-    """Returns the ranks in each phase, and for each rank the seconds since the phase started."""
     found: dict[str, dict[int, float]] = {}
     for file in logs.glob("rank_*.phase"):
         with contextlib.suppress(OSError, ValueError):  # a new start removes these files
@@ -128,7 +126,6 @@ def _phases(logs: Path) -> dict[str, dict[int, float]]:
 
 
 def _agents(logs: Path) -> str:
-    """Returns the numbers of agents on all replicas; empty if there are none."""
     total: Counter[str] = Counter()
     for file in logs.glob("rank_*.agents"):
         with contextlib.suppress(OSError, ValueError):  # a run that ends removes these files
@@ -142,7 +139,6 @@ def _agents(logs: Path) -> str:
 
 
 def _shown(record: Record, forms: Mapping[str, str]) -> list[str]:
-    """Returns the formatted metrics of a record."""
     found = {name: record.get(name) for name in forms}
     return [forms[name].format(value) for name, value in found.items() if value is not None]
 

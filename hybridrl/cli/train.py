@@ -118,7 +118,6 @@ def train(
 def _replay(
     config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
 ) -> NoReturn:
-    """Runs `train --replay` in the parent or on a rank, and exits."""
     if not os.path.isfile(saved):
         allowed = "an existing file in a run's replay folder"
         raise UserError("--replay", saved, allowed, "Correct the path.")

@@ -100,7 +100,6 @@ def hub_names(config: Config) -> dict[Place, HubName]:
 
 
 def _sources(config: Config) -> Iterator[tuple[Place, str]]:
-    """Yields every data source with its place."""
     sections: dict[Place, DataConfig] = {("data",): config.data}
     sections |= {("mix", name, "data"): term.data for name, term in config.mix.items()}
     for place, data in sections.items():
@@ -212,7 +211,6 @@ def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
 
 
 def _with(value: Any, place: Place, text: str) -> Any:
-    """Returns a copy of nested values with a text at one place."""
     if not place:
         return text
     key: Any = place[0]

@@ -111,7 +111,6 @@ def write_config(config: Config) -> None:
 
 
 def _environment_violations(config: Config) -> list[UserError]:
-    """Returns the knobs of the identity whose value changed behind an unchanged `${...}` text."""
     file = run_folder(config) / DIGESTS_FILE
     try:
         saved = parse_json(file.read_bytes()) if file.exists() else {}

@@ -119,7 +119,6 @@ def dotted(path: Path) -> str:
 
 
 def _header_paths(values: object, at: Path = ()) -> list[Path]:
-    """Returns the places of all HTTP headers."""
     found: list[Path] = []
     for key, value in values.items() if isinstance(values, Mapping) else ():
         path = (*at, key)

@@ -45,7 +45,6 @@ def max_unfinished(config: Config) -> int:
 
 
 def _models_beside_engines(placement: Placement) -> dict[str, Place]:
-    """Returns the models that share a rank with an engine, by role."""
     places = {"policy": placement.policy, **placement.named}
     engines = {*placement.rollout}
     return {role: place for role, place in places.items() if engines & {*place.ranks}}

@@ -131,7 +131,6 @@ def _takes_former_level(values: dict[str, Any]) -> bool:
 
 
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
-    """Returns the values in `like` of interpolations with the same text and place."""
     if like is None:
         return {}
     values = like.model_dump(mode="json")
@@ -273,7 +272,6 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 
 
 def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
-    """Yields the violations for one pydantic error, one per key of another system's section."""
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
     if parts[0] == "algorithm" and len(parts) > 2:
@@ -300,7 +298,6 @@ def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[str]:
 
 
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
-    """Converts a pydantic error."""
     parts = [str(part) for part in details["loc"]]
     # Show an interpolation as its text, so that the value of an environment variable stays hidden.
     shown = short(written.get(tuple(parts), details["input"]))
@@ -388,7 +385,6 @@ def _hint(key: str, name: str, known: Sequence[str]) -> str:
 
 
 def _as_elsewhere(key: str) -> str | None:
-    """Returns the remedy for a key of another system; None if no other system has it."""
     if (found := counterpart(key)) is None:
         return None
     system, name, known = found

@@ -220,7 +220,6 @@ def _sized(
 
 
 def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...], list[UserError]]:
-    """Returns the ranks that a text names, in ascending order, or the errors in the text."""
     found: set[int] = set()
     for part in text.split(","):
         ranks = _ranks_of(key, part, machines)

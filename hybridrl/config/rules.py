@@ -236,7 +236,6 @@ def _step_rules(config: Config) -> Iterator[UserError]:
 
 
 def _temperature_rules(key: str, temperature: float, engine: str) -> Iterator[UserError]:
-    """Yields the violation if the engine cannot sample at a temperature."""
     lowest, highest = ENGINES[engine].lowest_temperature, ENGINES[engine].highest_temperature
     if temperature != 0 and not lowest <= temperature <= highest:
         nearest = min(max(temperature, lowest), highest)
@@ -355,7 +354,6 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
 
 
 def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations that depend on whether the model has experts."""
     experts = num_experts(shape)
     if not experts:
         for name, coefficient in config.train.moe:

@@ -48,7 +48,6 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
 
 
 def _peft_rules(config: Config) -> Iterator[UserError]:
-    """Yields an error if `checkpoint.export_hf=peft` cannot hold what the run trains."""
     key, remedy = "checkpoint.export_hf", "Set checkpoint.export_hf=true."
     needs = config.algorithm.needs
     if not config.lora.is_on:

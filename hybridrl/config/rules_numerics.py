@@ -69,7 +69,6 @@ def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Use
 
 
 def _has_window(shape: Mapping[str, Any]) -> bool:
-    """Whether some layer attends within a window."""
     uses = shape.get("use_sliding_window", shape.get("model_type") == "mistral")
     return shape.get("sliding_window") is not None and bool(uses)
 

@@ -154,7 +154,6 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
 def _own_cut_rules(
     config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields violated rules on the parallel sizes of a role's section in `placement`."""
     train = config.train
     if given.pp is not None:
         vpp = train.vpp if given.pp == train.pp else 1

@@ -45,42 +45,6 @@ from hybridrl.config.supervised import (
 from hybridrl.config.train import MoeConfig, TrainConfig
 from hybridrl.errors import UserError
 
-__all__ = [
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "CustomAlgorithmConfig",
-    "DataConfig",
-    "DpoConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvalSetConfig",
-    "GrpoConfig",
-    "KtoConfig",
-    "LayoutConfig",
-    "LogConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "NumericsConfig",
-    "MoeConfig",
-    "OnlineDpoConfig",
-    "PlacementConfig",
-    "PpoConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "ScorerConfig",
-    "Section",
-    "SftConfig",
-    "StepsConfig",
-    "SupervisedConfig",
-    "TermConfig",
-    "TrainConfig",
-]
-
 
 class RunConfig(Section):
     """Name, folder, seed and time limits of the run."""

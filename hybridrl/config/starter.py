@@ -180,7 +180,6 @@ Knobs = dict[str, tuple[Any, str]]
 
 
 def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
-    """Returns the sections of the file, in order."""
     needs = _known_needs(algorithm)
     name = start.name or f"{_model_name(start.model)}-{start.task}"
     found: dict[str, Knobs] = {
@@ -313,7 +312,6 @@ def _steps(start: Start, needs: Needs) -> Knobs:
 
 
 def _algorithm(start: Start) -> AlgorithmConfig:
-    """Returns the section of the algorithm with its defaults."""
     algorithm = {"name": start.task} | ({"teacher": start.teacher} if start.teacher else {})
     sections = {"run": {"name": "a"}, "model": {"path": "m"}, "algorithm": algorithm}
     return load_config_dict(sections).algorithm
@@ -350,7 +348,6 @@ def _plain(knobs: Knobs) -> dict[str, Any]:
 
 
 def _meaning(section: BaseModel, key: str, value: Any, reason: str) -> str:
-    """Returns the comment for a knob: its meaning, and the reason for its value."""
     field = type(section).model_fields[key]
     text = field.description or ""
     if field.is_required() or value == field.get_default():

@@ -118,7 +118,6 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 def _templates(
     place: Path, contents: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, object]]:
-    """Yields each chat template and where it was found."""
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = contents.get(name, {}).get("chat_template")
         where = f"{place / name}: chat_template"

@@ -90,8 +90,6 @@ def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
     lost: dict[str, str] = {}
 
     def all_of(nodes: Sequence[str], question: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """Asks all nodes at the same time. Records nodes that fail in `lost`."""
-
         def one(node: str) -> dict[str, Any] | None:
             try:
                 reply = reach(node, question(node))

@@ -105,7 +105,6 @@ def _engines() -> Iterator[Item]:
 
 
 def _without(support: Support) -> list[str]:
-    """Names the versions within a range that are refused."""
     return [f"without {versions}" for versions in support.bad]
 
 
@@ -152,7 +151,6 @@ def _torch_probes() -> Iterator[Item]:
 
 
 def _gpu_sum(num_gpus: int) -> Item:
-    """Runs a short all-reduce over the GPUs, and finds the pair that fails."""
     works, found = gpu_links.judge(num_gpus)
     if works:
         return Item("all-reduce", "ok", found)

@@ -81,7 +81,6 @@ def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
 
 
 def _software(node: NodeFacts) -> Iterator[Finding]:
-    """Checks the packages and the GPUs on a node."""
     for package, found, fix in node.problems:
         yield Finding("package", node.node, f"{package}: {found}", fix)
     if max(len(node.gpus), node.num_gpus_on_bus) > node.num_torch_gpus:
@@ -123,7 +122,6 @@ def _names(node: NodeFacts) -> Iterator[Finding]:
 
 
 def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
-    """Checks the limits and the disk space on a node."""
     name, for_good = node.node, "permanently in /etc/security/limits.conf"
     if 0 <= node.max_files < MIN_FILES:
         found = f"the limit on open files is {node.max_files}; needed: {MIN_FILES}"
@@ -143,7 +141,6 @@ def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
 
 
 def _differing(facts: ClusterFacts) -> Iterator[Finding]:
-    """Finds nodes whose versions differ from the versions on most nodes."""
     for name in dict.fromkeys(name for node in facts.nodes for name in node.versions):
         values = [node.versions.get(name, "none") or "none" for node in facts.nodes]
         common = Counter(values).most_common(1)[0][0]
@@ -182,7 +179,6 @@ def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _links(facts: ClusterFacts) -> Iterator[Finding]:
-    """Checks the links between nodes that replied."""
     nodes = {node.node: node for node in facts.nodes}
     for node in facts.nodes:
         for peer, fault in node.unconnected.items():

@@ -95,7 +95,6 @@ def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
 
 
 def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
-    """Returns the pairs of GPUs whose all-reduce fails, with their errors."""
     with ThreadPoolExecutor(count) as pool:
         return {
             pair: one.fault
@@ -106,7 +105,6 @@ def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
 
 
 def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
-    """Runs one rank of several all-reduces. Returns the GB/s of the fastest all-reduce."""
     import datetime
 
     import torch

@@ -119,7 +119,6 @@ def _device(backend: str) -> str:
 
 
 def _now(backend: str) -> float:
-    """Waits until the device is idle, and returns the current time."""
     import torch
 
     if backend == "nccl":

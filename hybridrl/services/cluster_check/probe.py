@@ -251,7 +251,6 @@ def _limit(kind: int) -> int:
 
 
 def _free_bytes(folder: str) -> dict[str, tuple[str, int]]:
-    """Returns the folders to which a run writes, with their free bytes."""
     cache = os.environ.get("HYBRIDRL_CACHE") or os.path.expanduser("~/.cache")
     places = {"run": folder, "temporary": tempfile.gettempdir(), "cache": cache}
     found = {}
@@ -274,7 +273,6 @@ def _num_gpus_on_bus() -> int:
 
 
 def _gpu_list() -> tuple[str, list[GpuFacts]]:
-    """Returns the version of the driver, and the GPUs that nvidia-smi lists."""
     ecc = "ecc.errors.uncorrected.volatile.total"
     driver, found = "", []
     for one in queried("driver_version", "index", "name", "memory.total", "memory.used", ecc):
@@ -293,7 +291,6 @@ def _num_torch_gpus() -> int:
 
 
 def _measured(gpu: GpuFacts) -> GpuFacts:
-    """Returns a copy of `gpu` with the measured rate of a bf16 matrix product, or with an error."""
     import torch
 
     size, repeats = 8192, 20
@@ -317,7 +314,6 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
 
 
 def _resolved(name: str) -> str:
-    """Resolves a name to its IPv4 address; returns "" if it has none."""
     try:
         return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
     except OSError:

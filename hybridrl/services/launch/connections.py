@@ -162,7 +162,6 @@ def wait_for_nodes(
 
 
 def _time_left_s(nodes: Sequence[Connection]) -> float:
-    """Returns how many seconds the remaining ranks have left to end by themselves."""
     lefts = [float("inf")]
     for node in nodes:
         if node.code is None:

@@ -144,13 +144,11 @@ class HostsJob:
         self._cluster.close()
 
     def _ask(self) -> list[Host]:
-        """Returns the hosts that can run ranks now, and marks them as up."""
         hosts = self._cluster.hosts(self._down)
         self._down -= {host.name for host in hosts}
         return hosts
 
     def _is_wider(self) -> bool:
-        """Whether more ranks could train on the hosts that are up than in the current start."""
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:

@@ -72,8 +72,6 @@ class Share:
 
 @dataclass
 class _Rank:
-    """A rank's process and its log."""
-
     index: int
     process: subprocess.Popen[bytes]
     log: Path
@@ -99,7 +97,6 @@ class _Rank:
 
     @property
     def failure(self) -> Failure | None:
-        """Failure that the rank reported; None if there is no report."""
         return Failure.read(self.log.with_suffix(".error"))
 
 
@@ -213,7 +210,6 @@ def _start_all(
 
 
 def _bind(server: socket.socket, share: Share) -> None:
-    """Binds the socket to the port of the job's store."""
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
     try:
         server.bind((LOCAL if share.address == LOCAL else "", share.port))
@@ -291,7 +287,6 @@ def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
 def _environment(
     share: Share, index: int, port: int, log_dir: Path, further: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment variables for a rank."""
     environment = {
         "OMP_NUM_THREADS": "1",  # the ranks already use all cores
         "PYTHONUNBUFFERED": "1",
@@ -436,7 +431,6 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
 
 
 def _known_code(rank: _Rank) -> int:
-    """Waits until a rank that is being ended has an exit code, and returns it."""
     while (code := rank.code) is None:
         time.sleep(POLL_S)
     return code

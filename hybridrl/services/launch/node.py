@@ -71,8 +71,6 @@ def main() -> int:
 
 
 def _obey(received: list[int]) -> None:
-    """Appends signals that arrive on stdin to the list of signals for the ranks."""
-
     def listen() -> None:
         lease_s: float | None = None
         while select.select([0], [], [], lease_s)[0] and (line := _read_line()):

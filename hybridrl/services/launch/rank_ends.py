@@ -179,7 +179,6 @@ def _phase_began(log: str) -> float:
 
 
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
-    """Returns a key that sorts failures so that the most likely cause comes first."""
     is_of_peer = failure is not None and failure.kind in ("peer", "lost")
     # A rank that ends without a report breaks connections. Other ranks then report the broken
     # connection as their own error.
@@ -187,7 +186,6 @@ def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
 
 
 def _append(rank: EndedRank, message: str) -> str | None:
-    """Appends a message to a rank's log. Returns the error if the log cannot be written."""
     try:
         with Path(rank.log).open("a") as file:
             print(message, file=file)

@@ -206,7 +206,6 @@ class RayCluster:
         return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
     def _ask_new(self, down: Set[str]) -> dict[str, UserError]:
-        """Checks nodes that are new or were lost. Returns the errors of those that do not match."""
         alive = alive_nodes(self._ray.nodes())
         kept = {n: i for n, i in self._ids.items() if alive.get(n) == i and n not in down}
         asked = [n for n, i in alive.items() if n not in kept and self._refused.get(n) != i]

@@ -135,7 +135,6 @@ class LocalJob:
 
 
 def _has_stepped(folder: Path, num_starts: int) -> bool:
-    """Whether the run has recorded a step since its first `num_starts` starts."""
     starts = read_starts(folder)[num_starts:]
     return bool(starts) and _last_step(folder) > max(int(one["after_step"]) for one in starts)
 

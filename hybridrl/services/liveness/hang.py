@@ -124,8 +124,6 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
 
 
 class _Calls:
-    """Stores the calls of idle ranks by group."""
-
     def __init__(self, beats: Sequence[Beat], still: set[int]) -> None:
         self._of_groups: dict[tuple[str, int, int], dict[int, Call]] = {}
         self._behind: dict[tuple[str, int, int, int, str], set[int]] = {}
@@ -143,7 +141,6 @@ class _Calls:
         return call.group, call.ranks[0], len(call.ranks)
 
     def missing(self, wait: Wait) -> set[int]:
-        """Returns the result of `missing_ranks`, cached per collective."""
         if wait.key not in self._missing:
             self._missing[wait.key] = set(missing_ranks(wait, self._beats))
         return self._missing[wait.key]
@@ -166,7 +163,6 @@ class _Calls:
 
 
 def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -> set[int]:
-    """Returns the ranks for which `rank` is known to wait."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
         found |= calls.missing(beat.wait)
@@ -225,7 +221,6 @@ def _is_in_unrecorded(beat: Beat) -> bool:
 
 
 def _differ(one: Call, other: Call) -> bool:
-    """Whether two calls with the same number are different operations."""
     return one.what.split(" of ")[0] != other.what.split(" of ")[0]
 
 
@@ -264,7 +259,6 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
 def _slow_transfers(
     transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
 ) -> Hang | None:
-    """Returns a hang for slow transfers and the ranks `waiting` for them; None without any."""
     if not transfers:
         return None
     suspects = sorted({rank for ranks in transfers.values() for rank in ranks})

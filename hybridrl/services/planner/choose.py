@@ -227,7 +227,6 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserError]:
-    """Returns errors that explain why no layout is possible."""
     nearest = result.nearest
     if nearest is None:
         return list(result.refusals.values())

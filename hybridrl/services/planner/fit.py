@@ -117,7 +117,6 @@ def gpu_verdict(
 
 
 def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
-    """Returns the ranks as text, shortened if there are many; empty if these are all ranks."""
     if len(ranks) == sum(len(one.ranks) for one in found):
         return ""
     others = " and others" if len(ranks) > MOST_NAMED else ""
@@ -238,7 +237,6 @@ class _Search:
         return held * itemsize + trained * gradient_bytes(self.config)
 
     def _candidates(self) -> Iterator[Changes]:
-        """Yields layout changes, memory-saving settings, and combinations of both."""
         train, rollout = self.config.train, self.config.rollout
         per_node = self.assumed.max_gpus_per_node
         wanted: dict[str, list[Any]] = {

@@ -142,7 +142,6 @@ def assume(
 
 
 def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
-    """Returns the rates of a GPU type, each with its source."""
     reason = f"{kind.title}, {kind.source}"
     link = NVLINK_4 if kind.link_gb_per_s == LINK_GB_PER_S else reason
     return {

@@ -213,7 +213,6 @@ def _most_copied_rows(
 
 
 def _most_branch_rows(positions: int, cp: int) -> int:
-    """Returns the most rows of keys for agents' sequences, over context-parallel ranks."""
     if cp == 1:
         return KEY_ROWS_PER_POSITION * positions
     copied = most_copied_rows(positions, cp)

@@ -75,7 +75,6 @@ def orthogonalization_flops(
 
 
 def _matrices(family: Family, shape: ModelShape, head: Head) -> list[tuple[tuple[int, ...], bool]]:
-    """Returns the shapes of the matrices, and whether they are experts'."""
     return [
         (size, _EXPERTS in name)
         for name, size in _tensors(family, shape, head).items()

@@ -87,7 +87,6 @@ def optimizer_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _muon_lines(report: dict[str, Any]) -> list[str]:
-    """Returns the report of a run with Muon, which has only one level."""
     size = report["state_bytes_per_parameter"]
     masters = "" if size == FP32_BYTES else "fp32 masters and "
     lines = [

@@ -416,7 +416,6 @@ def _num_requests(config: Config, num_ranks: int) -> int:
 
 
 def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:
-    """Returns the GPU memory for process groups, staging buffers and CUDA graphs."""
     sizes = [world_size]
     for layout in {one.place: one.layout for one in held.models}.values():
         sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
@@ -440,7 +439,6 @@ def _activation_bytes(
     itemsize: int,
     sizes: Callable[[HeldModel], Iterable[MicroBatchSize]],
 ) -> int:
-    """Returns the largest peak of passes over these micro-batches, of any trained model if any."""
     with_passes = [one for one in models if one.model.is_trained] or models
     found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
     return max(found, default=0)

@@ -155,7 +155,6 @@ def _spread(
 def _shared(
     config: Config, layout: TrainLayout, whole: list[RankLayout], targets: list[RankLayout]
 ) -> list[int]:
-    """Returns, for each rank, the number of engine elements that share the trainer's memory."""
     shares_memory = ENGINES[config.rollout.engine].shares_memory
     if not shares_memory or config.train.release_weights_in_rollout:
         return [0] * len(whole)

@@ -136,7 +136,6 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 def _machines(world_size: int, assumed: Assumptions | None, host: Host) -> Machines:
-    """Returns the machines that host the ranks; on CPU, a single node."""
     if assumed is None:
         return Machines(world_size, world_size)
     gpus = host.names if len(host.names or ()) == world_size else None
@@ -150,7 +149,6 @@ def _report(
     machines: Machines,
     assumed: Assumptions | None,
 ) -> dict[str, Any]:
-    """Returns the report for a valid configuration; `assumed` is None on CPU."""
     (family, shape), on_gpu = read_model(config.model.family, hf_config), assumed is not None
     node = machines.ranks_per_node or machines.num_ranks
     placement, _ = placed(config, machines)
@@ -254,7 +252,6 @@ def empty_report(error: ConfigError) -> dict[str, Any]:
 def _memories(
     config: Config, models: Sequence[RoleModel], laid: Placed, assumed: Assumptions | None
 ) -> Sequence[RankMemory]:
-    """Returns the memory of each group of ranks that hold the same models."""
     on_gpu, transport = assumed is not None, transport_of(config, assumed)
     itemsize, world_size = itemsize_of(config, on_gpu), len(laid.whole)
     return [
@@ -310,7 +307,6 @@ def _lora(
 
 
 def _num_elements(model: RoleModel, shares: bool) -> int:
-    """Returns the number of a model's elements over all ranks that are not the policy's."""
     own = model.own if shares else None
     return sum(map(prod, hf_shapes(own or model.family, model.shape, model.head).values()))
 

@@ -115,7 +115,6 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
 
 
 def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yields what is particular to a run with adapters."""
     if lora is None:
         return
     adapters, once = traffic(lora["adapter_bytes"]), _range(lora["once_receive_bytes"])
@@ -138,7 +137,6 @@ def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
-    """Yields the keys of those assumptions that affect the report."""
     has_network = report["assumptions"]["nodes"]["value"] > 1
     for key in report["assumptions"]:
         if has_network or key not in ("nic_gb_per_s", "nics_per_node", "latency_us"):
@@ -173,7 +171,6 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a line about each group of ranks, if ranks hold different models."""
     if len(found) == 1:
         return
     for one in found:
@@ -184,7 +181,6 @@ def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _train_peaks(memory: Mapping[str, Any]) -> str:
-    """Returns the usual peak of training, and the largest possible peak if it differs."""
     keys = "usual_train_peak_bytes", "train_peak_bytes"
     usual, most = (memory_size(memory[key]) for key in keys)
     return f"about {usual}" if usual == most else f"about {usual} (at most {most})"

@@ -47,7 +47,6 @@ def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
 
 
 def _reward_model_rules(config: Config, scorer: str, served: ModelConfig) -> Iterator[UserError]:
-    """Yields errors if a reward model cannot be read, or cannot be sharded as configured."""
     try:
         content = read_model_config(served)
         read_model(served.family, content)

@@ -115,7 +115,6 @@ class Search:
         return result
 
     def _layouts(self) -> Iterator[Changes]:
-        """Yields all layouts to try, including some that violate rules."""
         config, world, node = self.config, self.world_size, self.assumed.cluster.gpus_per_node
         experts, engine = num_experts(self.hf_config), ENGINES[config.rollout.engine]
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -167,7 +166,6 @@ class Search:
         return found
 
     def _judge(self, layout: Changes, result: Result) -> None:
-        """Adds the fastest variant of a layout that fits, or counts the layout as too large."""
         train = self.config.with_values(layout).train
         sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
         dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
@@ -209,7 +207,6 @@ class Search:
                     break  # the rollout phase is too large, and recomputation does not affect it
 
     def _budgets(self, dp: int) -> list[int]:
-        """Returns the micro-batch budgets to try, in ascending order."""
         config, lengths = self.config, Lengths.of(self.config)
         if "train.micro_batch_tokens" in pinned_keys(config):
             return [config.train.micro_batch_tokens]

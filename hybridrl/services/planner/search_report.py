@@ -73,7 +73,6 @@ def _adapters_json(found: Adapters) -> dict[str, Any]:
 
 
 def _reason(one: Candidate, best: Candidate) -> str | None:
-    """Returns the reason why a layout is worse than the best layout; None for the best."""
     if one is best:
         return None
     more = one.step_s - best.step_s

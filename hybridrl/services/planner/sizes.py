@@ -110,7 +110,6 @@ def shared_elements(
 
 
 def _shared(source: RankLayout, engine: RankLayout, is_even: bool) -> Mapping[str, Shape]:
-    """Returns the shapes of those engine parameters that share the trainer's memory."""
     return {name: engine.shapes[name] for name in shared_names(source, engine, is_even)}
 
 
@@ -147,7 +146,6 @@ def _thin(family: Family, shape: ModelShape) -> _Thin:
 
 
 def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, tuple[int, int]]:
-    """Returns the number of elements in each layer: in total, and in experts."""
     found: dict[int, tuple[int, int]] = {}
     for name, shape in shapes.items():
         if match := LAYER.search(name):

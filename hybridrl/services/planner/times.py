@@ -243,13 +243,7 @@ class PassTimes:
         return gathered_s + flops / self._matrix_rate
 
     def _passes_s(self, found: Packs, factor: float, host_s: float, of_tower: float = 1.0) -> float:
-        """Returns the time of passes over all micro-batches.
-
-        Args:
-            factor, of_tower: Cost of the layers' and of the vision tower's passes, as multiples of
-                their forward passes.
-            host_s: Host time per layer.
-        """
+        """`factor`, `of_tower`: costs as multiples of forward passes; `host_s`: of one layer."""
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
         largest = (
@@ -290,7 +284,6 @@ class PassTimes:
         return work.flops / (TOWER_SHARE * self._matrix_rate) + work.traffic / self._memory_rate
 
     def _layers_s(self, found: Packs) -> float:
-        """Returns the GPU time of all layers in a forward pass."""
         shape, layout = self.shape, self.layout
         cut, tokens = layout.tp * layout.cp, found.tokens
         flops = 2.0 * (matmul_params(shape) + self.adapter_params) * tokens
@@ -311,7 +304,6 @@ class PassTimes:
         return (matrix_s + traffic / self._memory_rate) / cut + self._sent_s(found)
 
     def _sent_s(self, found: Packs) -> float:
-        """Returns the time that layers spend on communication in a forward pass."""
         shape, layout = self.shape, self.layout
         tokens, total = found.tokens / layout.cp, 0.0
         if layout.tp > 1:  # all tokens are gathered twice and scattered twice
@@ -349,13 +341,11 @@ class PassTimes:
         return HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S
 
     def _rate(self, group: int) -> float:
-        """Returns the bytes per second that a rank sends within a group of ranks."""
         cluster = self.assumed.cluster
         within = cluster.link_rate
         return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
 
     def _collective_rate(self, group: int) -> float:
-        """Returns the bytes per second that a collective over consecutive ranks reaches."""
         if group > self._node:
             return FAR_SHARE * self._rate(group)
         return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)

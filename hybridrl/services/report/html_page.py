@@ -147,12 +147,9 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Config:
-    """Configuration values by dotted key."""
-
     values: Mapping[str, Any]
 
     def of(self, *keys: str) -> str:
-        """Returns the first of these values that is set, as text; "" if none is set."""
         for key in keys:
             value = self.values.get(key)
             if value not in (None, [], ""):
@@ -160,7 +157,6 @@ class _Config:
         return ""
 
     def joined(self, section: str, keys: Sequence[str]) -> str:
-        """Returns the sizes above 1 as text, such as "tp 2, pp 2"; "" if the section is missing."""
         found = {key: self.values.get(f"{section}.{key}") for key in keys}
         if all(value is None for value in found.values()):
             return ""
@@ -169,7 +165,6 @@ class _Config:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the summary table's nonempty rows. A row is a label and one value per run."""
     for label in columns[0]:
         values = [column[label] for column in columns]
         if any(values):
@@ -177,7 +172,6 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]
 
 
 def _facts(run: RunData) -> dict[str, str]:
-    """Returns facts about a run: model, data, algorithm, layout, hardware, version, times, exit."""
     config = _Config(_flat(run.config))
     last = run.starts[-1] if run.starts else {}
 
@@ -222,7 +216,6 @@ def _data_parallel(config: _Config, ranks: object) -> str:
 
 
 def _results(run: RunData) -> dict[str, str]:
-    """Returns a run's results, such as rewards, speed and memory, by label."""
     means = {
         "reward, mean of the last 10 steps": ("reward/mean", ".3f"),
         "seconds per step, mean of the last 10": ("time_s/step", ".3f"),
@@ -274,7 +267,6 @@ def evaluations(run: RunData) -> dict[str, Any] | None:
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the configuration keys that differ between runs, with each run's value."""
     configs = [{k: json.dumps(v) for k, v in _flat(run.config).items()} for run in runs]
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [config.get(key, ABSENT) for config in configs]
@@ -283,8 +275,6 @@ def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    """Returns configuration values by dotted key; an empty mapping if the file is invalid."""
-
     def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             for key, inner in value.items():

@@ -85,7 +85,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "hybridrl", ""
 
     def do_GET(self) -> None:
-        """Sends the page, or its data if they have changed."""
         host = self.headers.get("Host", "")
         if host.partition(":")[0] not in NAMES:
             self._answer(

@@ -110,7 +110,6 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 
 
 def _measured_before(summary: Mapping[str, Any]) -> Record:
-    """Returns the results measured before the first step, with standard errors, as metrics."""
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
         _metric(name) + ending: value
@@ -120,7 +119,6 @@ def _measured_before(summary: Mapping[str, Any]) -> Record:
 
 
 def _metric(name: str) -> str:
-    """Returns the name of the metric that corresponds to a name in a summary."""
     if name == "eval_reward":
         return "eval/reward"
     return f"eval/{name.removeprefix(VALIDATION)}"
@@ -162,7 +160,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a JSON value in which None replaces non-finite numbers."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -171,7 +168,6 @@ def _plain(value: Any) -> Any:
 
 
 def _samples(directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns samples from at most MOST_DUMPS evenly spaced dumps, and the number of all dumps."""
     dumps = sorted(directory.glob("step_*.jsonl"))
     chosen = evenly(dumps, MOST_DUMPS)
     samples: list[dict[str, Any]] = []
@@ -219,7 +215,6 @@ def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str
 
 
 def _names_by_step(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Returns the valid names of images, in order, of each dump that has any."""
     found: dict[int, list[str]] = {}
     for sample in samples:
         names = sample.get("images")

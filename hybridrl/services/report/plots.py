@@ -231,7 +231,6 @@ def _speed(names: Collection[str]) -> Sequence[Plot]:
 
 
 def _by_layer(names: Collection[str], title: str, name: str, unit: str) -> Plot:
-    """Returns the figure of a per-layer metric, for at most MOST_LAYERS evenly spaced layers."""
     prefix = f"{name}/layer_"
     layers = sorted(int(key.removeprefix(prefix)) for key in names if key.startswith(prefix))
     if len(layers) > MOST_LAYERS:
@@ -264,7 +263,6 @@ def _lag(names: Collection[str]) -> Plot:
 
 
 def _environment(names: Collection[str], source: str) -> list[Plot]:
-    """Returns the figures of an environment or of agents. `source` is the prefix of the metrics."""
     found = sorted(n.removeprefix(f"{source}/") for n in names if n.startswith(f"{source}/"))
     cut = {name.removeprefix("truncated_"): name for name in found if name.startswith("truncated_")}
     means = {name.removesuffix("_mean"): name for name in found if name.endswith("_mean")}
@@ -285,7 +283,6 @@ def _environment(names: Collection[str], source: str) -> list[Plot]:
 
 
 def _evaluations(names: Collection[str]) -> list[Plot]:
-    """Returns one figure per metric with all evaluation sets, without the run's own accuracy."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names):
         parts = name.split("/")
@@ -304,7 +301,6 @@ def _evaluations(names: Collection[str]) -> list[Plot]:
 
 
 def _others(names: Collection[str], shown: Collection[str]) -> list[Plot]:
-    """Returns one figure for each metric that no other figure shows."""
     known = ("time_s/", "time_share/", "time_min_s/", SPREAD, "moe/", "eval/")
     rest = sorted(n for n in names if n not in shown and not n.startswith(known))
     return [Plot(name, {name.rpartition("/")[2]: name}) for name in rest]

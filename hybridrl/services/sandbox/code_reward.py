@@ -316,7 +316,6 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_host() -> None:
-    """Raises UserError if this host cannot isolate programs."""
     limits = {"time_s": 10, "memory_mib": 256, "disk_mib": 1, "processes": 4}
     try:
         if not sys.platform.startswith("linux"):

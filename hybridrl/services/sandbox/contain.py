@@ -141,7 +141,6 @@ def _start(
 
 
 def _enter_namespaces() -> bool:
-    """Enters new namespaces. Returns whether the program can run as a separate user."""
     spaces = NEWNS | NEWNET | NEWIPC | NEWUTS
     uid, gid = os.geteuid(), os.getegid()
     own_user = uid == 0 and _has_users()
@@ -198,7 +197,6 @@ def _build_root(plan: dict[str, Any]) -> None:
 
 
 def _place(real: list[str], links: dict[str, str]) -> None:
-    """Mounts files and folders of the host at the same paths, and creates the links to them."""
     for path in real:
         _bind(path)
     for link, target in links.items():
@@ -297,7 +295,6 @@ def _environment() -> dict[str, str]:
 
 
 def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
-    """Drops the privileges of this process and sets its resource limits."""
     limits, num_processes = plan["limits"], plan["limits"]["processes"]
     if own_user:
         # Use a separate user, so that only this program's processes count towards the limit.
@@ -342,7 +339,6 @@ def _wait(pid: int, until: float) -> int:
 
 
 def _text(path: str, new: str | None = None) -> str:
-    """Reads a file, or writes `new` to it."""
     with open(path, "r" if new is None else "w", encoding="utf-8") as file:
         return file.read() if new is None else str(file.write(new))
 

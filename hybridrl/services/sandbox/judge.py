@@ -187,7 +187,6 @@ class Judge(Peer):
         return new
 
     def _local_operator(self, name: str, of: Any, other: Any) -> Any:
-        """Evaluates an operator with a plain operand in this process."""
         function = next(
             (self._mutable[id(kind)] for kind in type(of).__mro__ if id(kind) in self._mutable),
             None,

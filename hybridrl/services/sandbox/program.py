@@ -134,8 +134,6 @@ class Program(Peer):
                 return
 
     def _object(self, number: int, name: str) -> Any:
-        """Creates an object that forwards all operations to an object of the tests."""
-
         def attribute(_: Any, key: str, *value: Any) -> Any:
             called = Name("builtins", "setattr" if value else "getattr")
             return self.call(called, Yours(number), key, *value)

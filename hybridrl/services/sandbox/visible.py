@@ -64,7 +64,6 @@ def _library_folders() -> list[str]:
 
 
 def _resolve(path: str, links: dict[str, str]) -> str:
-    """Resolves all symbolic links in a path, and adds them to `links`."""
     left, at = path.split("/")[::-1], "/"
     while left:
         step = left.pop()
