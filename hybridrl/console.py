@@ -35,11 +35,7 @@ RETRY_S = 0.01
 
 
 class ConsoleFile(io.FileIO):
-    """Descriptor 1 or 2 as a file whose writes never fail.
-
-    Args:
-        descriptor: STDOUT or STDERR, which stays open.
-    """
+    """Descriptor 1 or 2, which stays open, as a file whose writes never fail."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -47,9 +43,7 @@ class ConsoleFile(io.FileIO):
         self._is_stalled, self._num_dropped = False, 0
 
     def close(self) -> None:
-        """Does nothing, because all streams of the descriptor share this file, and a stream closes
-        its file when it is garbage-collected.
-        """
+        """Does nothing: all streams of the descriptor share this file, and each would close it."""
 
     def write(self, data: Any, /) -> int:
         """Writes as much as the console accepts; returns the size of the whole block."""
@@ -83,18 +77,14 @@ class ConsoleFile(io.FileIO):
         return 0
 
     def _is_ready(self) -> bool:
-        """Whether the console accepts data. Waits up to STALL_S; after a failed wait, does not wait
-        again until the console is ready.
-        """
+        """Whether the console accepts data. Waits up to STALL_S, but not after a failed wait."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         self._is_stalled = not poll.poll(0.0 if self._is_stalled else STALL_S * 1000)
         return not self._is_stalled
 
     def _give_up(self, error: OSError) -> None:
-        """Replaces a permanently broken console with /dev/null, so that it does not kill programs
-        that this process starts.
-        """
+        """Replaces a broken console with /dev/null, so that it kills no programs started later."""
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
         with contextlib.suppress(OSError):  # if no descriptor is free, the next write tries again
@@ -118,11 +108,7 @@ def write(descriptor: int, block: bytes) -> None:
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Prints a line for the user.
-
-    Args:
-        to: A console stream; None for stderr.
-    """
+    """Prints a line for the user to a console stream, by default to stderr."""
     stream = sys.stderr if to is None else to
     if stream is not None:  # Python has no stream for a closed descriptor
         # The stream may be unprotected in users' own programs and notebooks.
@@ -131,13 +117,9 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 
 def protect(*descriptors: int) -> None:
-    """Replaces this process's stdout, stderr or both with streams that never fail.
+    """Replaces stdout, stderr or both with streams that never fail, unless they are no console.
 
-    Streams that do not write to the console, as in notebooks and tests, are kept.
-
-    Args:
-        descriptors: STDOUT, STDERR or both. Omit STDOUT if a command prints its result there,
-            because losing the result must be an error.
+    Omit STDOUT if a command prints its result there, because losing it must be an error.
     """
     _open_closed()
     for descriptor in descriptors:
@@ -165,9 +147,7 @@ def protected() -> Iterator[None]:
 
 
 def _is_of_console(stream: Any, descriptor: int) -> bool:
-    """Whether a stream is not yet protected and writes to the descriptor, or is None because the
-    descriptor was closed.
-    """
+    """Whether a stream is unprotected and of the descriptor, or None as that was closed."""
     if stream is None:
         return True
     if type(stream) is not io.TextIOWrapper:
@@ -179,9 +159,7 @@ def _is_of_console(stream: Any, descriptor: int) -> bool:
 
 
 def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
-    """Returns a protected stream with the settings of the previous stream, after flushing that
-    stream.
-    """
+    """Returns a protected stream with the settings of the previous one, which is flushed."""
     is_text = isinstance(before, io.TextIOWrapper)
     is_unbuffered = is_text and before.write_through
     if is_text:
@@ -199,9 +177,7 @@ def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
 
 
 def _open_closed() -> None:
-    """Opens descriptors 0 to 2 if they were closed. If they stayed closed, the run's files would
-    receive these numbers, and libraries would write their output into the files.
-    """
+    """Opens descriptors 0 to 2 if they were closed: files would receive the numbers, and output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
     os.close(number)

@@ -80,11 +80,7 @@ def _part(value: object) -> str:
 class UserError(Exception):
     """A mistake in configuration, data, files or user-supplied code; exit code 2.
 
-    Args:
-        name: Key, file, field or tensor that is wrong.
-        value: Value that was found.
-        allowed: Allowed values.
-        remedy: Command or edit that fixes it.
+    `name` is the key, file, field or tensor, `remedy` a command or edit that fixes it.
     """
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:

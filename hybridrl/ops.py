@@ -328,7 +328,6 @@ def quantized_copies(
     Args:
         pairs: Rectangles of weights with the scales of their blocks, and destinations of equal
             shapes for the bits, uint8. Last dims are contiguous; destinations do not overlap.
-        device: Device of all tensors.
         programs: Maximum number of Triton programs; None for the whole device.
         block: Rows and columns of a block.
     """
@@ -375,9 +374,7 @@ def block_copies(
 ) -> Blocks:
     """Prepares copies between (source, destination) views, made by the GPU's copy engines.
 
-    Args:
-        pairs: Contiguous views of equal sizes and types; destinations do not overlap.
-        device: Device of the destinations.
+    Views are contiguous and of equal sizes and types; destinations do not overlap.
     """
     if device.type != "cuda":
         return reference.BlockCopies(pairs)

@@ -41,12 +41,7 @@ PACKED_ATTENTION_MAJORS = (9, 10)
 
 @dataclass(frozen=True)
 class Platform:
-    """Device and backend of a job's ranks.
-
-    Args:
-        device: This rank's device.
-        backend: torch.distributed backend of its collectives.
-    """
+    """Device of this rank, and torch.distributed backend of its collectives."""
 
     device: torch.device
     backend: str
@@ -100,10 +95,7 @@ class Platform:
             yield
 
     def seed(self, seed: int) -> None:
-        """Seeds torch and Megatron's model-parallel generators.
-
-        A rank without any part of the policy uses the same seeds as the first tensor-parallel rank.
-        """
+        """Seeds torch and Megatron's generators; a rank without the policy uses the first ones."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -129,11 +121,9 @@ class Platform:
 def keep_compiled_kernels() -> None:
     """Makes this process share compiled Triton kernels with earlier and later processes.
 
-    All processes share Triton's default cache folder unless TRITON_CACHE_DIR is set. Inductor sets
-    this variable when it compiles, but not when it finds everything in its cache. Without this
-    function, the second start of an engine, for example after a failed rank, therefore looks for
-    other kernels in another folder and spends 15 s compiling them again. If TORCHINDUCTOR_CACHE_DIR
-    is set, Triton's folder is inside it. If the folder is not writable, Inductor chooses one.
+    Inductor sets TRITON_CACHE_DIR when it compiles, but not when it finds everything in its cache.
+    The second start of an engine, for example after a failed rank, would then look for other
+    kernels in another folder and spend 15 s compiling them again.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
@@ -149,15 +139,11 @@ def keep_compiled_kernels() -> None:
 def start_kernels_in_order(tp: int, cp: int) -> None:
     """Makes CUDA use a single hardware queue if training is tensor or context parallel.
 
-    Megatron then launches a collective on one stream and, immediately after it, the overlapping
-    matrix product on another stream (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
-    CUDA_DEVICE_MAX_CONNECTIONS=1"). With several queues the GPU may start the product first; the
-    product then occupies all multiprocessors, and the collective must wait. A value set by the user
-    is kept.
-
-    Must be called before CUDA is initialised and reads the variable, which happens in
-    `Platform.detect`. The launcher does not set the variable, because ranks started by torchrun
-    need it too.
+    Megatron then launches a collective on one stream and immediately the overlapping product on
+    another (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
+    CUDA_DEVICE_MAX_CONNECTIONS=1"). With several queues the product may start first and occupy all
+    multiprocessors, so that the collective must wait. Must be called before CUDA is initialised;
+    not by the launcher, because ranks started by torchrun need it too.
     """
     if max(tp, cp) > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -326,11 +312,9 @@ def _gather_parameters_without_coalescing() -> None:
     """Replaces coalesced all-gathers, which can crash torch's gloo, with plain ones.
 
     Two threads per gloo group record the name of a completed operation without a lock. The name of
-    a coalesced gather is so long that the string is allocated on the heap, so it can be freed
-    twice; the process then crashes with SIGSEGV (torch 2.13, ProcessGroupGloo::runLoop; about once
-    in 10,000 gathers). Other collectives have short names. Plain gathers are not slower here:
-    Megatron coalesces one gather per bucket, and CPU ranks have no idle cores with which to overlap
-    it.
+    a coalesced gather is allocated on the heap and can be freed twice: SIGSEGV (torch 2.13,
+    ProcessGroupGloo::runLoop; about once in 10,000 gathers). Plain gathers are not slower here:
+    Megatron coalesces one gather per bucket, and CPU ranks have no idle cores for overlap.
     """
     from megatron.core.distributed import param_and_grad_buffer
 

@@ -1,9 +1,8 @@
 """Decides which installed versions of a package a run accepts. No torch.
 
-hybridrl uses private parts of vLLM, SGLang, Megatron-Core and transformer-engine
-(docs/reference/private_parts.md), which may change in any version. Versions that are too old or
-known not to work are refused by name. Any other version that was not tested starts with a notice,
-and the comparison of engine and trainer at the start of a run protects its results.
+hybridrl uses private parts of its engines (docs/reference/private_parts.md), which may change in
+any version. Versions that are too old or known not to work are refused; other untested ones start
+with a notice, and comparing engine and trainer at the start protects the results.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True)
 class Support:
-    """Versions of a package that hybridrl supports.
-
-    Args:
-        oldest: Oldest version that has the interface that hybridrl uses.
-        tested: Versions with which tests ran.
-        bad: Versions that do not work, and why, by specifier.
-    """
+    """Oldest, `tested` and `bad` versions of a package; `bad` has reasons by specifier."""
 
     oldest: str
     tested: tuple[str, ...]
@@ -68,12 +61,9 @@ TRANSFORMER_ENGINE = Support("2.11", ("2.11.0",))
 def untested_notice(
     found: Iterable[tuple[str, str, Support]], is_compared: bool, help_command: str
 ) -> str | None:
-    """Returns the notice about packages whose version was not tested; None if there are none.
+    """Returns the notice about untested packages (name, version, support); None without any.
 
-    Args:
-        found: Name, installed version and supported versions of each package that the run uses.
-        is_compared: Whether the run compares an engine with the trainer at its start.
-        help_command: Command that compares them in other runs.
+    `is_compared`: whether the start compares engine and trainer, as `help_command` does.
     """
     untested = [
         f"{name} {number} (newest tested: {support.newest})"

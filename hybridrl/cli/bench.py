@@ -36,11 +36,7 @@ Load = Callable[[Sequence[str]], tuple[Config, int]]
 
 
 def measured_engines(asked: str | None) -> list[str]:
-    """Returns the engines in a comma-separated list, or all installed ones that can generate.
-
-    Raises:
-        UserError: A name is unknown, or its engine cannot generate.
-    """
+    """Returns the engines in a comma-separated list, or all installed ones that can generate."""
     computing = offered_engines()
     if asked is None:
         packages = {name: engine_package(name) for name in computing}
@@ -62,14 +58,8 @@ def measure(
 ) -> tuple[dict[str, Any], int]:
     """Measures one engine after another and prints each result immediately on stdout.
 
-    Args:
-        all_must: Whether to raise an error if an engine cannot generate for this run; otherwise the
-            reason is reported.
-        arguments: Arguments of the command that the ranks run: the file and the options.
-
-    Returns:
-        The report, with one entry per engine in `engines`, and the exit code. If an engine's ranks
-        fail, the measurement ends with their exit code.
+    `arguments` are those of the ranks' command. Returns the report, with one entry per engine in
+    `engines`, and the exit code: that of the first engine whose ranks fail.
 
     Raises:
         UserError: No engine can generate for this run, or one cannot and `all_must` is set.
@@ -106,11 +96,7 @@ def measure(
 
 
 def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
-    """Measures on one rank; rank 0 writes the report for the parent.
-
-    Raises:
-        UserError: This rank was not started by the parent command.
-    """
+    """Measures on one rank that the parent command started; rank 0 writes the report for it."""
     log = rank_file(".log")
     if log is None or not is_launched():
         found = "ranks of torchrun"

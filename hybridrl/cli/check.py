@@ -27,11 +27,7 @@ CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 
 
 def refuse_without_rollouts(config: Config, command: str) -> None:
-    """Refuses configurations of runs that do not generate, for a command that needs an engine.
-
-    Raises:
-        UserError: The engine cannot generate, or the algorithm has no rollouts.
-    """
+    """Raises UserError if a run does not generate responses, which a command needs."""
     engine = config.rollout.engine
     if not ENGINES[engine].computes:
         allowed = " or ".join(offered_engines())
@@ -55,10 +51,8 @@ def refuse_unlike(other: str, config: Config) -> None:
 def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Compares the responses of two engines to the same prompts, with the same weights.
 
-    Greedy tokens are compared up to and including the first that differs, because later tokens
-    continue different texts. For that token each engine reports the log-probability of its
-    choice; in a tie both values are equal. Takes reports of `check --mismatch`, and returns the
-    fields of a Finding.
+    Greedy tokens are compared up to the first that differs, because later tokens continue different
+    texts. Takes reports of `check --mismatch`, and returns the fields of a Finding.
     """
     names = one["engine"], other["engine"]
     answers = [report["tokens"]["details"].get("greedy") for report in (one, other)]
@@ -94,16 +88,8 @@ def diagnose(
 ) -> dict[str, Any] | int:
     """Starts ranks that compare a run's engine with its trainer and, optionally, another engine.
 
-    Args:
-        load: Returns the checked configuration for some overrides, and the number of ranks.
-        options: Options of the command that the ranks run.
-        other: The second engine, with separate ranks; None for no second engine.
-
-    Returns:
-        The report, or the exit code if the ranks failed.
-
-    Raises:
-        UserError: The configuration is invalid with one of the engines.
+    `load` checks the configuration with some overrides, and returns it with the number of ranks.
+    Returns the report, or the exit code if the ranks failed.
     """
     config, world_size = load(overrides)
     runs = [(overrides, world_size)]

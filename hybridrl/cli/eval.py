@@ -49,12 +49,10 @@ COLUMNS = ("", "prompts", "samples", "accuracy")
 def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
     """Returns the configuration for an evaluation, and the checkpoint if `source` is a checkpoint.
 
-    Args:
-        source: A YAML configuration, a run folder, a checkpoint, or an HF or PEFT directory.
-        overrides: `key=value` texts; `rollout.temperature` is used as `eval.temperature`.
+    `rollout.temperature` in the overrides is used as `eval.temperature`.
 
     Raises:
-        UserError: The configuration cannot be read, or the folder is of none of these kinds.
+        UserError: `source` is no YAML file, run folder, checkpoint, or HF or PEFT directory.
     """
     checkpoint = None
     if not os.path.isdir(source):
@@ -95,10 +93,7 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
 
 
 def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration for the adapters in a PEFT directory, with its tokenizer if any.
-
-    The base model is that of adapter_config.json, unless an override sets model.path.
-    """
+    """The base model is that of adapter_config.json, unless an override sets model.path."""
     base = read_base_name(source)
     model = {"path": base} if base else {}
     if os.path.isfile(source / TOKENIZER_FILE):

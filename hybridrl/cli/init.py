@@ -1,7 +1,4 @@
-"""`hybridrl init` writes a configuration, `hybridrl examples` copies the examples.
-
-Invariant: existing files are never overwritten.
-"""
+"""Writes configurations (`hybridrl init`) and examples; never overwrites existing files."""
 
 from __future__ import annotations
 

@@ -88,11 +88,7 @@ def refuse_other_job(asked: int | None) -> None:
 
 
 def torchrun_world(asked: int | None) -> int:
-    """Returns the number of ranks that torchrun started.
-
-    Raises:
-        UserError: --world is another number, or RANK and WORLD_SIZE are invalid.
-    """
+    """Returns the number of ranks that torchrun started; raises UserError if --world differs."""
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     remedy = "Under torchrun, remove --world; in another job's shell, run `unset RANK WORLD_SIZE`."
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):

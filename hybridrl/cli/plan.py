@@ -36,10 +36,7 @@ def run_plan(
     emit: Emit,
     is_full: bool,
 ) -> Outcome:
-    """Plans one layout, which `layout: auto` chooses first.
-
-    `emit` prints the report if JSON is wanted. Returns the report as text, and the violations.
-    """
+    """Plans one layout, which `layout: auto` chooses first. `emit` prints the report as JSON."""
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
         config = with_layout(config, world_size, host, given)

@@ -19,10 +19,8 @@ UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md
 def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
     """Uploads an HF directory, whose files' headers are checked; returns the commit's URL.
 
-    Args:
-        name: Repository on the hub, 'organisation/name'; created if it does not exist.
-        private: Whether a new repository is private.
-        revision: Branch; None for main.
+    `name` is 'organisation/name'; the repository is created if it does not exist, `private` or not.
+    `revision` is a branch; None for main.
 
     Raises:
         UserError: The folder is not a complete HF directory, or the hub refuses the upload.

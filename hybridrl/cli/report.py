@@ -23,11 +23,9 @@ Say = Callable[[str], None]
 
 
 def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) -> None:
-    """Writes the page and prints its path, or serves it until the process is interrupted.
+    """Writes the page and prints its path, or serves it on a loopback port until interrupted.
 
-    Args:
-        port: Loopback port on which to serve, 0 for any free port; None to write a file.
-        say, warn: Functions that print a line, and a warning about something not shown.
+    `port` is 0 for any free port, None to write a file.
 
     Raises:
         UserError: There are too many runs, or the port cannot be used.
@@ -49,10 +47,7 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
 
 
 def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
-    """Returns the planned peak GiB in training and generation of the rank that needs most.
-
-    Empty if unknown, and on CPU, where a plan lacks most of the memory of processes.
-    """
+    """Returns the planned peak GiB by phase, of the rank that needs most; empty if unknown."""
     try:
         start = parse_json((folder / RUN_FILE).read_bytes())["starts"][-1]
         world_size, is_cpu = int(start["world_size"]), bool(start["is_cpu"])

@@ -46,11 +46,7 @@ QUEUE = {
 
 
 def run_text(folder: Path) -> str:
-    """Returns the text of `hybridrl top`.
-
-    Raises:
-        UserError: The folder is not a run folder.
-    """
+    """Returns the text of `hybridrl top`; raises UserError if the folder is not a run folder."""
     logs, file, config = folder / "logs", folder / METRICS, folder / "config.yaml"
     if not logs.is_dir():
         found = "a folder without logs" if folder.is_dir() else "no such folder"

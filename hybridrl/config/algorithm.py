@@ -1,8 +1,4 @@
-"""The section `algorithm`: one class of knobs per algorithm, chosen by `algorithm.name`. No torch.
-
-The sections of algorithms without rollouts and of online DPO are in supervised.py; the sections of
-algorithms that learn from a teacher are in distillation.py.
-"""
+"""The section `algorithm`: one class of knobs per algorithm, chosen by `algorithm.name`. No torch."""
 
 from __future__ import annotations
 
@@ -133,8 +129,8 @@ class PolicyGradientConfig(Section):
 def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
     """Returns the section with token-level importance weights (TIS), unless it sets its own.
 
-    TIS suits samples of older or of FP8 weights. It weights each token separately, because the
-    product of ratios over a response of several weight versions has unbounded variance.
+    TIS weights each token separately, because the product of ratios over a response of several
+    weight versions has unbounded variance.
     """
     given = section.correction.model_fields_set
     if {"weight", "proximal"} & given:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(kind: str) -> Path:
-    """Returns the cache folder for one kind of files, which may not exist yet.
-
-    The root is HYBRIDRL_CACHE, else $XDG_CACHE_HOME, else ~/.cache.
-    """
+    """Returns a folder in HYBRIDRL_CACHE, $XDG_CACHE_HOME or ~/.cache, which may not exist yet."""
     for name in ("HYBRIDRL_CACHE", "XDG_CACHE_HOME"):
         if os.path.isabs(folder := os.environ.get(name, "")):
             return Path(folder) / "hybridrl" / kind

@@ -45,10 +45,7 @@ class EvalSetConfig(Section):
 
     @property
     def scored_by(self) -> RewardConfig:
-        """Reward section that scores the set's responses.
-
-        A response that cannot be scored counts as 0: nobody has checked thousands of rows.
-        """
+        """Reward section of the set. A response that cannot be scored counts as 0."""
         scorer = self.scorer or FORM_SCORERS[self.form]
         return RewardConfig(**scorer.model_dump(), on_error="value")
 

@@ -1,7 +1,6 @@
 """Reads JSON that may be damaged or malicious, and replaces small files. No torch.
 
-Owns the errors for a model's small JSON files: missing, not a regular file, too large, or not a
-JSON object. Links are followed, because the hub's cache consists of links.
+Links are followed, because the hub's cache consists of links.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file; readers see either the old or the new content.
-
-    Raises:
-        OSError: The file cannot be written, for example on a full disk; the old content stays.
-    """
+    """Replaces a file; readers see the old or the new content. An OSError leaves the old."""
     partial = path.with_name(path.name + ".new")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -48,13 +43,12 @@ def parse_json(
 ) -> Any:
     """Returns the content of JSON text, or of bytes in UTF-8.
 
-    Args:
-        pairs: `object_pairs_hook` of json.loads.
-        allows_half_pairs: Whether unpaired surrogates, which UTF-8 cannot encode, are allowed.
+    `pairs` is `object_pairs_hook` of json.loads.
 
     Raises:
-        ValueError: The text is not JSON, is nested deeper than MAX_DEPTH, contains an integer that
-            is too long for Python, or contains an unpaired surrogate.
+        ValueError: The text is not JSON, is nested deeper than MAX_DEPTH, or contains an integer
+            that is too long for Python or, unless allowed, an unpaired surrogate, which UTF-8
+            cannot encode.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -100,11 +94,7 @@ def read_json_object(
     has_unique_keys: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
-    """Returns the JSON object in a file of at most `max_bytes`, by default with unique keys.
-
-    Raises:
-        UserError: The file cannot be used; the error is of class `error`.
-    """
+    """Returns the JSON object in a file, by default with unique keys; raises `error` otherwise."""
     text = read_bytes(file, error, "a JSON object", max_bytes)
 
     def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,11 +124,7 @@ def read_json_object(
 def read_bytes(
     file: Path, error: type[UserError], allowed: str, max_bytes: int = MAX_BYTES
 ) -> bytes:
-    """Returns the content of a regular file.
-
-    Raises:
-        UserError: The file cannot be read or is too large; the error is of class `error`.
-    """
+    """Returns a regular file's content; raises `error` if it cannot be read or is too large."""
     num_bytes = regular_file_bytes(file, error, allowed)
     if num_bytes > max_bytes:
         found = f"a file of {num_bytes} bytes"
@@ -150,11 +136,7 @@ def read_bytes(
 
 
 def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
-    """Returns the size of a regular file. Never opens a pipe or a device, which could block.
-
-    Raises:
-        UserError: The file is missing or not regular; the error is of class `error`.
-    """
+    """Returns a regular file's size, or raises `error`. Never opens a pipe, which could block."""
     try:
         status = file.stat()
     except (OSError, ValueError) as fault:  # ValueError: a NUL in the name

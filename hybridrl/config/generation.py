@@ -1,10 +1,8 @@
 """Sampling options other than temperature and truncation, and `generation_config.json`. No torch.
 
-On-policy training assumes that each token is drawn from the trainer's policy: softmax of the logits
-over the temperature. A stop string only ends a response, so the gradient stays correct. Minimum
-lengths and penalties depend on earlier tokens: the engine's log-probabilities then belong to
-another distribution, and the ratio to the policy is not 1 even if the weights are equal. Training
-therefore refuses these options.
+On-policy training assumes that tokens are drawn from the softmax of the logits over the
+temperature. Minimum lengths and penalties change this distribution, so that the ratio to the policy
+is not 1 even if the weights are equal; training refuses them. A stop string only ends a response.
 """
 
 from __future__ import annotations
@@ -62,13 +60,10 @@ def with_generation_config(config: Config) -> Config:
 
 
 def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end tokens from the model's generation_config.json, if there is such a file.
+    """Returns the end tokens from generation_config.json; ModelError outside the vocabulary.
 
     They apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
     models) list the token that ends a turn only in this file, and never stop without it.
-
-    Raises:
-        ModelError: An end token is not in the model's vocabulary.
     """
     file = model_directory(model, weights=False) / GENERATION_CONFIG
     if not os.path.lexists(file):  # a broken link is damage, not absence

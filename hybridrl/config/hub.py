@@ -1,8 +1,4 @@
-"""Names of models and data sets on the hub, and their commits. No torch.
-
-Invariant: a run downloads by commit hash, because branches move. identity.py decides which process
-contacts the hub.
-"""
+"""Names of models and data sets on the hub. A run downloads by commit, because branches move."""
 
 from __future__ import annotations
 
@@ -35,13 +31,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model or data set on the hub.
-
-    Args:
-        repository: 'organisation/name', or one name.
-        revision: A branch, tag or commit; None for the main branch.
-        rest: End of a data set's name: '[:CONFIG]:SPLIT'.
-    """
+    """A model or data set on the hub. `rest` is the end of a data set's name: '[:CONFIG]:SPLIT'."""
 
     kind: Literal["model", "dataset"]
     repository: str
@@ -135,14 +125,9 @@ def adopted(config: Config, other: Config) -> dict[Place, HubName]:
 def resolved(
     names: Mapping[Place, HubName], known: Mapping[HubName, str | None]
 ) -> dict[Place, HubName]:
-    """Returns hub names, by place, with their commits. Asks the hub once per repository at most.
+    """Returns hub names, by place, with their commits; asks the hub once per repository at most.
 
-    Args:
-        known: Commits that are already known, by name with an empty `rest`.
-
-    Raises:
-        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
-            has none.
+    `known` has commits that are already known, by name with an empty `rest`.
     """
     commits = dict(known)
     found = {}
@@ -155,13 +140,7 @@ def resolved(
 
 
 def commit_of(key: str, name: HubName) -> str:
-    """Returns the commit of a hub name; contacts the hub only if the name contains no commit.
-
-    Errors name `key` of the configuration.
-
-    Raises:
-        UserError: As in `download`.
-    """
+    """Returns the commit of a hub name, which the hub is asked for unless the name contains it."""
     if name.is_commit and name.revision is not None:
         return name.revision
     # Unlike HfApi, this caches the commit, so that it is known when the hub cannot be reached.
@@ -171,11 +150,8 @@ def commit_of(key: str, name: HubName) -> str:
 def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
     """Downloads a repository's files that match patterns, unless cached; returns the cache folder.
 
-    Errors name `key` of the configuration.
-
     Raises:
-        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
-            has none.
+        UserError: The hub has no such repository or revision, or cannot be reached. Names `key`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RevisionNotFoundError

@@ -46,12 +46,9 @@ def run_folder(config: Config) -> Path:
 
 
 def check_run_folder(config: Config, trains: bool = True) -> None:
-    """Raises an error if the run folder belongs to a run with another identity.
+    """Raises ConfigError if the run folder belongs to a run with another identity.
 
     `trains` says whether knobs that only training reads are compared too.
-
-    Raises:
-        ConfigError: A knob of the identity differs in config.yaml, or the file cannot be read.
     """
     saved = saved_config(config)
     if saved is not None:
@@ -66,11 +63,7 @@ def check_run_folder(config: Config, trains: bool = True) -> None:
 
 
 def saved_config(config: Config) -> Config | None:
-    """Returns the configuration of the last training in the run folder; None if there was none.
-
-    Raises:
-        ConfigError: The folder's config.yaml cannot be read.
-    """
+    """Returns the configuration of the last training in the run folder; None if there was none."""
     file = run_folder(config) / "config.yaml"
     return load_config(file, like=config, is_saved=True) if file.exists() else None
 
@@ -81,10 +74,6 @@ def pinned(config: Config, *, asks_hub: bool = True) -> Config:
     A name without a revision receives the commit stored in the run folder, or else the hub's
     current one; without `asks_hub` it stays unchanged. Only one process may call this (rank 0, or
     the process that starts the ranks), because a branch may move between two requests.
-
-    Raises:
-        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
-            has none; or the folder's config.yaml cannot be read.
     """
     names = hub_names(config)
     if all(name.is_commit for name in names.values()):
@@ -155,10 +144,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns the knobs that identify a run.
-
-    HTTP headers and options from environment variables are left out: they may contain API keys.
-    """
+    """Returns the knobs that identify a run, without headers and options that may have API keys."""
     steps = config.steps
     terms = {
         f"mix.{name}": term.model_dump(mode="json", exclude={"data": _IN_TOKENS})

@@ -1,8 +1,7 @@
 """Interpolations `${...}` in a configuration: their texts and their values. No torch.
 
-A run uses the value of `${oc.env:KEY}` but writes the text to its files, because the variable may
-contain a secret. A run may continue with a changed value, such as a renewed API key, unless the
-value affects training, like the path of a data file.
+A run uses the value of `${oc.env:KEY}` but writes the text to its files, because the value may be
+secret. It may continue with a changed value, such as a new API key, unless that affects training.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
 
 
 def value_at(values: object, path: Path) -> Any:
-    """Returns the value at a place in nested mappings and lists.
-
-    Raises:
-        LookupError: The place does not exist.
-    """
+    """Returns the value at a place in nested mappings and lists; LookupError if there is none."""
     for key in path:
         if isinstance(values, Mapping) or (
             isinstance(values, list | tuple) and isinstance(key, int)
@@ -62,10 +57,7 @@ def value_at(values: object, path: Path) -> Any:
 
 
 def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration that is safe to store: without HTTP headers, which may contain keys.
-
-    `written` has the text of each interpolation, by place, which is kept.
-    """
+    """Returns a configuration to store: with `written` interpolations, and without HTTP headers."""
     kept: dict[str, Any] = _escaped(values)
     for path in _header_paths(values):
         _set(kept, path, HIDDEN)

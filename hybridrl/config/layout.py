@@ -1,7 +1,4 @@
-"""The section `layout`: automatic choice of a layout, and typical lengths for it. No torch.
-
-Owns the list of keys that `layout: auto` chooses unless the user has set them.
-"""
+"""The section `layout`: automatic choice of a layout, and typical lengths for it. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Reads a configuration from YAML and `key=value` overrides. No torch.
-
-All violations are reported in one ConfigError, which suggests the closest known key for an unknown
-one and lists the allowed values for a wrong one.
-"""
+"""Reads a configuration from YAML and `key=value` overrides; reports all violations together."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ OTHER_NAMES = "docs/guides/coming_from.md"
 def as_config(
     source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
 ) -> Config:
-    """Returns the configuration in a YAML file or a mapping; returns a Config unchanged.
-
-    Args:
-        overrides: `key=value` texts. Not allowed if `source` is a Config.
-    """
+    """Returns the configuration in a YAML file or a mapping; returns a Config unchanged."""
     if isinstance(source, Mapping):
         return load_config_dict(source, overrides)
     return source if isinstance(source, Config) else load_config(source, overrides)
@@ -65,7 +57,7 @@ def load_config(
         overrides: `section.key=value` texts with YAML values; later ones override earlier ones.
         like: Configuration whose values replace equal `${...}` texts at the same places. A run's
             file can then be read even if environment variables have changed.
-        is_saved: Whether a run has saved the file, so that it may have keys of earlier versions.
+        is_saved: Whether a run saved the file, so that it may have keys of earlier versions.
 
     Raises:
         ConfigError: All violations.
@@ -113,11 +105,7 @@ def load_config(
 
 
 def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validates nested sections with overrides applied.
-
-    Raises:
-        ConfigError: All violations.
-    """
+    """Validates nested sections with overrides applied; raises ConfigError with all violations."""
     return _validated(content, overrides, {})
 
 
@@ -159,10 +147,7 @@ def _validated(
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration as YAML with defaults, which gives an equal configuration.
-
-    `${...}` is kept as it was written, and HTTP headers are hidden.
-    """
+    """Returns the configuration as YAML with defaults, `${...}` as written and headers hidden."""
     return yaml.safe_dump(_storable(config), sort_keys=False, width=1000)
 
 
@@ -206,10 +191,7 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
 
 
 def knobs() -> list[str]:
-    """Returns the dotted names of all knobs.
-
-    Algorithms' are `algorithm[NAME].key`; in sections that the user names, `section[NAME].key`.
-    """
+    """Returns dotted names of all knobs, with `algorithm[NAME].key` and `section[NAME].key`."""
     return sorted(_knobs(Config, ""))
 
 
@@ -368,10 +350,8 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 
 
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
-    """Returns the remedy for an unknown key.
-
-    It suggests the first of these that exists: a nearly equal key of the section, the counterpart
-    of another system's key, a similar key, the same key in another section, the likeliest key.
+    """The first that exists: a nearly equal key of the section, the counterpart of another system's
+    key, a similar key, the same key in another section, the likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

@@ -1,6 +1,5 @@
-"""The section `mix`: terms of the policy's loss with own algorithms and data. No torch.
-
-A term's name appears in metrics and in overrides (`mix.sft.weight=0.1`).
+"""The section `mix`: terms of the policy's loss, whose names are also prefixes of metrics. No
+torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The type `Needs`: models, batch columns and kind of data that an algorithm requires. No torch.
-
-A built-in algorithm declares its needs in its section (`section.needs`), a user's own algorithm in
-its class.
-"""
+"""The type `Needs`: models, batch columns and kind of data that an algorithm requires. No torch."""
 
 from __future__ import annotations
 

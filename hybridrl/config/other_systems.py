@@ -1,7 +1,4 @@
-"""Option names in verl, TRL and OpenRLHF, and the knobs that correspond to them here. No torch.
-
-Owns the tables behind the hints for unknown keys and behind docs/guides/coming_from.md.
-"""
+"""Option names in verl, TRL and OpenRLHF, and the knobs that correspond to them here. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The knobs that replace an option of another system, by dotted names.
-
-    `NAME` stands for a name that the user chooses. `note` says how values translate.
-    """
+    """Knobs that replace another system's option; `note` says how values translate."""
 
     keys: tuple[str, ...] = ()
     note: str = ""
@@ -252,10 +246,9 @@ SECTIONS_ELSEWHERE = frozenset(
 
 
 def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
-    """Finds the option of another system whose name ends with the same components as a key.
+    """Returns system, option and our counterpart for a key; None if no option's end matches.
 
-    Returns the system, its option's name and our counterpart; None if no name matches. Among
-    several, the one that shares most components is returned.
+    Among several options, the one that shares most trailing components is returned.
     """
     best: tuple[int, int] = (0, 0)
     found: tuple[str, str, Counterpart] | None = None

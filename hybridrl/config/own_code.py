@@ -1,8 +1,7 @@
 """Users' functions and classes, named in a configuration as `package.module:name`. No torch.
 
-Users' code never ends the process without a message, for example by calling sys.exit. Its
-coroutines run in an event loop with its own thread, which works even if the calling thread already
-runs a loop, as in a notebook, and keeps connections open between calls.
+Users' code never ends the process without a message. Its coroutines run in an event loop with its
+own thread, so that they work in notebooks and keep connections open between calls.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ def make_working_folder_importable() -> None:
 
 
 def imported(path: str) -> Any:
-    """Returns the object that a dotted path `package.module:name` names.
-
-    Raises:
-        ImportError: The import failed; the message is a single line.
-    """
+    """Returns what `package.module:name` names. An ImportError has one line about the cause."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -53,11 +48,7 @@ def imported(path: str) -> Any:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Context manager for calls of users' code: turns attempts to end the process into errors.
-
-    Raises:
-        UserError: The code called sys.exit, or raised something else that is not an Exception.
-    """
+    """Context manager for calls of users' code; a call of sys.exit becomes a UserError."""
     try:
         yield
     except (Exception, GeneratorExit, KeyboardInterrupt):

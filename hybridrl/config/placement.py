@@ -1,8 +1,4 @@
-"""The section `placement`: the ranks and the layout of each model of a run. No torch.
-
-Owns the syntax of rank lists, and `place`, which resolves the section for given machines. Without
-the section all models share all ranks.
-"""
+"""The section `placement`: the ranks and the layout of each model of a run. No torch."""
 
 from __future__ import annotations
 
@@ -104,8 +100,7 @@ class PlacementConfig(Section):
 class Machines:
     """Hardware of the ranks. A node's ranks are consecutive.
 
-    `ranks_per_node` is None if unknown. `gpus` has the name of each rank's GPU; None if the names
-    are unknown or there are no GPUs.
+    `ranks_per_node` is None if unknown; `gpus`, each rank's GPU, also if there are none.
     """
 
     num_ranks: int
@@ -128,10 +123,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks and layout of every model of a run.
-
-    `rollout` are the engines' ranks, `named` the places of other roles that the section sets.
-    """
+    """Ranks and layout of every model: `rollout` of the engines, `named` of roles in the section."""
 
     num_ranks: int
     policy: Place

@@ -12,14 +12,7 @@ from hybridrl.config.schema import Config, ModelConfig
 
 @dataclass(frozen=True)
 class RunModels:
-    """Models of a run in addition to the policy.
-
-    Args:
-        trains_policy: Whether the policy is trained; otherwise it is frozen.
-        has_reference: Whether there is a frozen copy of the policy's initial weights.
-        has_critic: Whether there is a trained critic, which has the policy's shape.
-        reward_models: Frozen models that score samples, by their scorers' names.
-    """
+    """Models of a run in addition to the policy; `reward_models` by their scorers' names."""
 
     trains_policy: bool
     has_reference: bool

@@ -1,7 +1,6 @@
 """Rules between knobs, the number of ranks and the model's shape. No torch.
 
-The check of a whole configuration reports all violations together. These rules read only the
-model's HF config.json and skip keys that it lacks.
+They read only the model's HF config.json and skip keys that it lacks.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def check(
     Args:
         model_config: The model's HF config.json, or None to check only the layout.
         default_dtype: Data type that model.dtype=auto selects on this host.
-        is_script: Whether the caller is a user's script, which cannot start ranks itself; changes
-            the advice in messages.
+        is_script: Whether a user's script calls, which gets other advice on the number of ranks.
         machines: Hardware of the ranks. If None, a placement by nodes or GPUs is not checked.
     """
     misplaced: list[UserError] = []
@@ -176,11 +174,10 @@ def _ranks_of(role: str, size: int, ranks: str | None) -> str:
 
 
 def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
-    """Returns whether Megatron can assign ranks to the axes in this order, joined by '-'.
+    """Whether Megatron can assign ranks to the axes in this order, joined by '-'.
 
-    Megatron's layout of expert layers has no cp axis, and its pipeline stages must contain the same
-    ranks as in the layout of dense layers (megatron-core 0.16.1,
-    parallel_state.initialize_model_parallel).
+    Its layout of expert layers has no cp axis, and its pipeline stages must contain the same ranks
+    as in dense layers (megatron-core 0.16.1, parallel_state.initialize_model_parallel).
     """
     if pp == 1 or order.endswith("pp"):
         return True

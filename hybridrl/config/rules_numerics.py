@@ -25,14 +25,10 @@ MIXTURES = ("qwen3_moe",)
 
 
 def gpu_numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why engine and trainer cannot compute the same bits on GPUs, in addition
-    to `numerics_rules`. Yielded by the caller that knows the host.
+    """Yields why engine and trainer cannot compute the same bits on GPUs, besides `numerics_rules`.
 
     The first reason, which always applies, can go when a whole run on a GPU has no difference. The
     others are limits of single operations.
-
-    Args:
-        shape: The policy's config.json, or empty.
     """
     allowed = "close on GPUs, where whole runs still differ (docs/concepts/agreement.md)"
     yield UserError(KEY, "exact", allowed, CLOSE)
@@ -74,11 +70,7 @@ def _has_window(shape: Mapping[str, Any]) -> bool:
 
 
 def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why engine and trainer cannot compute the same bits, on any device.
-
-    Args:
-        shape: The policy's config.json, or empty.
-    """
+    """Yields why engine and trainer cannot compute the same bits, on any device."""
     if not config.numerics.is_exact:
         return
     needs, engine = config.algorithm.needs, config.rollout.engine

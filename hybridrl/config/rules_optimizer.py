@@ -74,10 +74,7 @@ def allowed_levels(config: Config) -> list[str]:
 
 
 def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserError]:
-    """Yields the violated rule for the type of gradients at level 'device', or 'auto' unchosen.
-
-    `can_lower` says whether the run can have 'low_precision'.
-    """
+    """Yields the violated rule for the type of gradients at level 'device', or 'auto' unchosen."""
     if config.train.gradient_dtype != "bfloat16" or level_name(config.train) != "device":
         return
     remedy = "Set train.gradient_dtype=float32."

@@ -46,10 +46,7 @@ def placement_rules(
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
-    """Returns the roles for which the run has no model, with the reason.
-
-    Reference, critic and teacher are not checked for an own algorithm, which only its class knows.
-    """
+    """The models of an own algorithm are not checked, because only its class knows them."""
     section, needs = config.algorithm, config.algorithm.needs
     lacking: dict[str, str] = {}
     served = reward_models(config)
@@ -88,10 +85,7 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
 def expert_grid_rules(
     key: str, num_ranks: int, ep: int, etp: int, ranks: str = ""
 ) -> Iterator[UserError]:
-    """Yields violated rules on distributing experts over the `num_ranks` of a pipeline stage.
-
-    `key` is the section with the sizes; advice on ranks is appended to the remedy.
-    """
+    """Yields violated rules on distributing experts over the `num_ranks` of a pipeline stage."""
     if num_ranks % (ep * etp):
         product = f"{ep} * {etp} = {ep * etp}"
         yield UserError(
@@ -105,10 +99,7 @@ def expert_grid_rules(
 def expert_rules(
     key: str, ep: int, etp: int, order: str, pp: int, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields violated rules on distributing and splitting a model's experts.
-
-    `key` is the section with the sizes, `order` as in `train.order`. An empty shape is not checked.
-    """
+    """Yields violated rules on distributing and splitting experts; `order` as in train."""
     experts = num_experts(shape)
     if not experts:
         for axis, size in (("ep", ep), ("etp", etp)):
@@ -135,10 +126,7 @@ def num_experts(shape: Mapping[str, Any]) -> int:
 
 
 def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields violated rules on splitting a role's model, whose shape may differ from the policy's.
-
-    Parallel sizes that the role's section in `placement` does not set come from `train`.
-    """
+    """Yields violated rules on splitting a role's model with sizes of `placement` or `train`."""
     train = config.train
     key, given = named_roles(config.placement).get(role, ("", RoleRanks()))
     own = given if isinstance(given, RoleRanks) else RoleRanks()

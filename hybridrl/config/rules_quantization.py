@@ -12,10 +12,7 @@ WEIGHTS, CACHE = "rollout.quantization", "rollout.kv_cache_dtype"
 
 
 def quantization_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields violated rules on `rollout.quantization` and `rollout.kv_cache_dtype`.
-
-    `default_dtype` is what model.dtype=auto selects on this host.
-    """
+    """Yields violated rules on `rollout.quantization` and `rollout.kv_cache_dtype`."""
     rollout, train = config.rollout, config.train
     able = " or ".join(name for name in offered_engines() if ENGINES[name].quantizes)
     for key, value, off in (

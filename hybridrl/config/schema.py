@@ -1,7 +1,4 @@
-"""The configuration schema: knobs with types, ranges, defaults and their reasons. No torch.
-
-Rules between knobs are in rules.py; load.py reads YAML. Values are frozen after validation.
-"""
+"""The configuration schema: knobs with types, ranges, defaults and their reasons. No torch."""
 
 from __future__ import annotations
 

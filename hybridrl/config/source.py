@@ -1,8 +1,4 @@
-"""Finds the local directory of a model and reads its config.json. No torch.
-
-`model.path`, `model.init` and `model.tokenizer` are directories, a config.json, or hub names, which
-are downloaded once and then cached.
-"""
+"""Finds the local directory of a model, downloaded from the hub at most once. No torch."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ WEIGHT_FILES = ["*.safetensors"]
 
 
 def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
-    """Returns the local directory of `model.path`, or that of `model.init`.
-
-    Args:
-        weights: Whether to download the weight files of `model.path` too.
+    """Returns the local directory of `model.path`, with or without weights, or of `model.init`.
 
     Raises:
         ModelError: The directory does not exist, or the hub cannot provide it.
@@ -46,11 +39,7 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
 
 
 def tokenizer_directory(model: ModelConfig) -> Path:
-    """Returns the local directory of the tokenizer.
-
-    Raises:
-        ModelError: The directory does not exist, or the hub cannot provide it.
-    """
+    """Returns the local directory of the tokenizer, which the hub may provide."""
     if model.tokenizer is None:
         return model_directory(model, weights=False)
     hub_name = model_name(model.tokenizer, has_organisation=False)
@@ -60,10 +49,8 @@ def tokenizer_directory(model: ModelConfig) -> Path:
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the content of the model's config.json, of the text part of a multimodal model.
-
-    Raises:
-        ModelError: The file is missing, damaged, or not a JSON object with unique keys.
+    """Returns the model's config.json, or the text part of a multimodal model; ModelError if
+    damaged.
     """
     file = Path(os.path.expanduser(model.init or ""))
     if model.init is None or not os.path.isfile(file):

@@ -1,7 +1,4 @@
-"""Starter configurations: commented YAML for a model and an algorithm. No torch.
-
-The comments are taken from the schema, so that they stay consistent with it.
-"""
+"""Starter configurations: commented YAML for a model and an algorithm. No torch."""
 
 from __future__ import annotations
 
@@ -60,16 +57,11 @@ class Start:
     """Inputs of a starter configuration.
 
     Args:
-        task: Name of an algorithm.
         name: Name of the run; the default is derived from model and task.
         teacher: HF directory or hub name, for algorithms that learn from a teacher.
-        chat: Whether the tokenizer's chat template is applied to prompts.
         positions: Maximum number of tokens in prompt and response together; None if unknown.
-        reward: 'package.module:function' or a reward's name. By default the response's last word is
-            compared with the answer.
+        reward: 'package.module:function' or a reward's name; by default the last word is compared.
         is_fresh: Whether the model has a config.json but no weights yet.
-        num_parameters: Number of the model's parameters; None if unknown.
-        reads_images: Whether the model is known to read images.
     """
 
     task: str
@@ -133,9 +125,7 @@ def has_no_weights(model: str) -> bool:
 
 
 def local_config(model: str) -> dict[str, Any]:
-    """Returns a local config.json, of the text part of a multimodal model; empty if unknown, for
-    example for a hub name.
-    """
+    """Returns a local model's config.json or its text part; empty if unknown, as for hub names."""
     try:
         return text_part(read_json_object(Path(model).expanduser() / "config.json", ModelError))
     except ModelError:  # the fault is reported when the file is used
@@ -149,11 +139,7 @@ def known_positions(model: str) -> int | None:
 
 
 def starter_text(start: Start) -> str:
-    """Returns the YAML text.
-
-    Raises:
-        UserError: The algorithm is unknown, lacks its teacher, or has no use for a named reward.
-    """
+    """Returns the YAML text; raises UserError for an unknown task or one without its teacher."""
     _check_task(start)
     values = _sections(start, _algorithm(start))
     sections = load_config_dict({name: _plain(knobs) for name, knobs in values.items()})

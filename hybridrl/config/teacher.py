@@ -1,7 +1,4 @@
-"""The teacher in a distillation: its model, and whether the policy can learn from it. No torch.
-
-The rules on `algorithm.teacher` compare both models' config.json and tokenizer.json.
-"""
+"""The teacher in a distillation: its model, and whether the policy can learn from it. No torch."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ def teacher_model(config: Config) -> ModelConfig | None:
 
 
 def read_teacher(config: Config) -> dict[str, Any] | None:
-    """Returns the teacher's config.json; None if the algorithm has no teacher.
-
-    Raises:
-        ModelError: `algorithm.teacher` has no usable config.json.
-    """
+    """Returns the teacher's config.json, or raises ModelError; None if there is no teacher."""
     section = teacher_model(config)
     try:
         return None if section is None else read_model_config(section)
@@ -55,10 +48,7 @@ def read_teacher(config: Config) -> dict[str, Any] | None:
 
 
 def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of rules on the teacher and its knobs.
-
-    `policy` is the policy's config.json; rules on missing keys are skipped.
-    """
+    """Yields violated rules on the teacher; those on keys that `policy` lacks are skipped."""
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
     if compares and config.steps.samples_per_prompt < 2:

@@ -1,7 +1,4 @@
-"""Checks the tokenizer files of a local directory before ranks start. No torch.
-
-Otherwise, damage would surface only on the ranks, as an arbitrary error from transformers.
-"""
+"""Checks local tokenizer files before ranks start, in place of errors from transformers."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ MAX_BYTES = 1 << 28  # the largest known tokenizer.json is 33 MB
 
 
 def check_tokenizer_files(model: ModelConfig) -> None:
-    """Refuses a local directory for which transformers would create an empty tokenizer.
-
-    Raises:
-        ModelError: The tokenizer's directory has no tokenizer file.
-    """
+    """Raises ModelError for a local directory for which transformers creates an empty tokenizer."""
     place = _place(model)
     if os.path.isdir(place) and not any((place / name).exists() for name in TOKENIZER_FILES):
         allowed = f"a directory with one of {', '.join(TOKENIZER_FILES)}"
@@ -52,11 +45,7 @@ def check_tokenizer_files(model: ModelConfig) -> None:
 
 
 def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
-    """Checks the content of local tokenizer files: every token's id must be below `num_tokens`.
-
-    Raises:
-        ModelError: A file is damaged or belongs to another model; names the file and the token.
-    """
+    """Raises ModelError if a local tokenizer file is damaged or has ids from `num_tokens` on."""
     place = _place(model)
     if not os.path.isdir(place):
         return
@@ -75,11 +64,7 @@ def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
 
 
 def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: int) -> None:
-    """Refuses tokens that have no row in the model's embedding.
-
-    Raises:
-        ModelError: A token has no row; names `where`, the first such token and their number.
-    """
+    """Raises ModelError, which names `where`, if tokens have no row in the model's embedding."""
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:
         first = min(beyond, key=lambda token: (vocabulary[token], token))

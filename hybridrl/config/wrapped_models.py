@@ -1,9 +1,8 @@
 """Reads the text part of multimodal models, whose config.json nests it in `text_config`.
 
-Everything after this module sees the sizes of the text part at the top level of config.json, as in
-a text model, and the file's content under `WRAPPER`. Exports restore the file. For some models,
-hybridrl trains the text part alone; exports then also restore the prefix of the tensors' names.
-Pure data, no torch.
+Other modules see the text part's sizes at the top level of config.json, and the whole file under
+`WRAPPER`, from which exports restore it. Of some models hybridrl trains the text part alone;
+exports then also restore the prefix of the tensors' names.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ class TextPart:
     Args:
         model_type, architecture: Entries of config.json with which the model is read.
         text_type: `model_type` of the text part in the file.
-        has_short_names: Whether files name the tensors of the text part `model.*`, and those of the
-            vision tower `visual.*`. Published files of such a model have the text part's sizes at
-            the top level of config.json.
-        for_engines: Keys that engines need in the text part, with the values that transformers
-            assumes.
+        has_short_names: Whether files name tensors `model.*` and `visual.*`. Published files of
+            such a model have the text part's sizes at the top level of config.json.
+        for_engines: Keys that engines need in the text part, with transformers' defaults.
     """
 
     model_type: str
@@ -82,7 +79,7 @@ WRAPPED: Mapping[str, TextPart] = {
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a multimodal model's text part; other models' are unchanged.
+    """Returns the text part of a multimodal model's config.json; other models' are unchanged.
 
     Raises:
         ModelError: The text part is missing, or contradicts the rest of the file.

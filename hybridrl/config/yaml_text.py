@@ -28,11 +28,7 @@ class YamlTextError(ValueError):
 
 
 def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
-    """Returns the content of YAML text; a single value is returned under the key `value`.
-
-    Raises:
-        YamlTextError: The text is not YAML.
-    """
+    """Returns the content of YAML text; a single value is returned under the key `value`."""
     try:
         if is_value:
             return OmegaConf.from_dotlist([f"value={text}"])
@@ -44,11 +40,7 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
 
 
 def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfig:
-    """Returns the content of a YAML file.
-
-    Raises:
-        UserError: The file cannot be read or is not YAML; names the file and the line.
-    """
+    """Returns the content of a YAML file; raises UserError, which names the file and the line."""
     where = str(path)
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))

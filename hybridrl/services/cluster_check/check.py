@@ -1,7 +1,6 @@
 """Runs `hybridrl check --cluster`: queries all nodes, and reports problems, without torch.
 
-One command per question (probe.py) has up to ANSWER_S to reply. A node that does not reply is a
-finding; the check of the other nodes continues.
+One command per question (probe.py) has up to ANSWER_S to reply; no reply is a finding.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         NodeLost: The node does not reply.
-        UserError: The command does not exist.
     """
     try:
         process = subprocess.Popen(
@@ -179,11 +177,8 @@ def check_cluster(
 ) -> int:
     """Queries the nodes, prints the facts and findings, and returns the exit code.
 
-    Args:
-        hostfile, slurm, ray: The nodes: a file, the current Slurm allocation, or a Ray address.
-        ssh: Program that reaches hosts, with its options.
-        folder: Folder in which runs are written, on a file system that the nodes share.
-        as_json: Whether to print one JSON object instead of text.
+    The nodes are those of a file, the current Slurm allocation, a Ray address, or this one. Runs
+    are written in `folder`, which the nodes share.
     """
     given = {"--hostfile": hostfile, "--slurm": slurm or None, "--ray": ray}
     named = [name for name, value in given.items() if value is not None]
@@ -225,10 +220,7 @@ def _variables() -> dict[str, str]:
 
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the names of a Ray cluster's nodes, and a function that asks a node a question.
-
-    Its tasks reserve no resources. Nodes that Ray has lost are included, but do not reply.
-    """
+    """Nodes that Ray has lost are included, but do not reply. Tasks reserve no resources."""
     ray = connect(address)
     try:
         alive = alive_nodes(ray.nodes())

@@ -21,13 +21,7 @@ from hybridrl.versions import MEGATRON, TRANSFORMER_ENGINE, Support
 
 @dataclass(frozen=True)
 class Item:
-    """Result of one check of the environment, a line of the report.
-
-    Args:
-        status: Result of the check. "absent" means optional and not installed.
-        fix: Command that fixes the problem; "" if there is none.
-        tested, newest: Range of versions that were tested, and its end; "" without a version.
-    """
+    """A line of the report. "absent" means optional and not installed; `fix` is a command."""
 
     name: str
     status: Literal["ok", "absent", "problem"]
@@ -118,10 +112,8 @@ def _with_tests(found: str, tested: Mapping[str, str]) -> str:
 
 
 def _apex() -> Item:
-    """Checks that `apex` is NVIDIA's package, not the package with the same name on PyPI.
-
-    Megatron 0.16.1 imports FusedLayerNorm from any importable `apex`. With the wrong package,
-    models with RMSNorm cannot be built.
+    """Megatron 0.16.1 imports FusedLayerNorm from any importable `apex`. With PyPI's package of
+    this name, which is not NVIDIA's, models with RMSNorm cannot be built.
     """
     if find_spec("apex") is None:
         return Item("apex", "absent", "not installed, optional")

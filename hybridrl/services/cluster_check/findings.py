@@ -41,10 +41,7 @@ class ClusterFacts:
     """Facts about all nodes and the links between them.
 
     Args:
-        folder: Folder in which runs are written.
-        nodes: Nodes that replied.
         unreachable: Last line of output from each node that did not reply.
-        pairs: Measured links.
         all_reduce: For each all-reduce over all nodes: (backend, GB/s or None, error or "").
         unseen: For each node, the nodes whose files it cannot see in the folder.
     """

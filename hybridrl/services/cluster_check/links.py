@@ -1,7 +1,4 @@
-"""Measures links over gloo or NCCL, by all-reduces and by messages between pairs.
-
-Every rank calls `measure`; ranks without a peer in a round wait at a barrier.
-"""
+"""Measures links over gloo or NCCL. Every rank calls `measure`; idle ranks wait at a barrier."""
 
 from __future__ import annotations
 
@@ -34,9 +31,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any]:
     """Measures links between ranks over gloo, and over NCCL if every rank has a GPU.
 
-    Returns:
-        `all_reduce`: [backend, GB/s, error]; `pairs`: [first, second, backend, GB/s] for each pair
-            in which this rank is the first.
+    Returns `all_reduce`: [backend, GB/s, error], and `pairs`: [first, second, backend, GB/s] for
+    each pair in which this rank is the first.
     """
     import torch
     from torch import distributed as dist

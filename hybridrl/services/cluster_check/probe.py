@@ -1,8 +1,8 @@
 """Answers one question about this node for `hybridrl check --cluster`, as JSON on stdout.
 
-The question is one line of JSON on stdin: a name in QUESTIONS, and its arguments. PREFIX marks the
-answer, because libraries also print to stdout. In `facts`, nodes wait up to CONNECT_S for all
-others to connect; in `meet`, they wait for each other's files and in collectives.
+The question is a line of JSON on stdin: a name in QUESTIONS, and its arguments. PREFIX marks the
+answer, because libraries also print. In `facts`, nodes wait up to CONNECT_S for all others to
+connect; in `meet`, they wait for each other's files and in collectives.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Facts about one GPU from nvidia-smi and a short measurement.
-
-    Args:
-        ecc_errors: Uncorrected memory errors since the node started; None if not counted.
-        tflops: Rate of a bf16 matrix product in TFLOP/s; None if not measured.
-    """
+    """Facts about one GPU. None: ECC errors that are not counted, a rate that is not measured."""
 
     index: int
     name: str
@@ -65,14 +60,10 @@ class NodeFacts:
         versions: Versions and hardware that should be the same on all nodes, by name.
         problems: (name, finding, remedy) for each problem that `hybridrl check` finds.
         num_gpus_on_bus: Number of NVIDIA GPUs on the PCI bus, including GPUs without a driver.
-        max_files, max_locked_bytes: Soft limits; UNLIMITED if there is no limit.
         free_bytes: For each use, a folder and the free bytes in it.
-        address, interface: IPv4 address and network interface through which other nodes are
-            reached; "" if not found.
+        address, interface: IPv4 address and interface towards other nodes; "" if not found.
         own_address: Address to which the node resolves its own name.
-        unknown_names: Nodes whose names cannot be resolved.
         unconnected: Errors in connecting to other nodes, by node.
-        folder_fault: Error when writing to the run folder; "" if there is none.
         clock_ahead_s: Seconds by which the node's clock is ahead of the launching host's clock.
     """
 
@@ -103,10 +94,7 @@ class NodeFacts:
 def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -> dict[str, Any]:
     """Collects this node's NodeFacts. Leaves a file in the run folder for other nodes to find.
 
-    Args:
-        node, peers: Names of this node and the others, as in the hostfile.
-        port: Port on which every node listens during the check.
-        token: Unique name for this check, used in file names.
+    Every node listens on `port` during the check, whose file names contain `token`.
     """
     addresses = {peer: _resolved(peer) for peer in peers}
     known = {peer: address for peer, address in addresses.items() if address}
@@ -165,10 +153,8 @@ def meet(
 ) -> dict[str, Any]:
     """Checks which nodes' files are visible in the run folder, and measures links.
 
-    Args:
-        names: Nodes that could write to the folder; `rank` is the number of this one.
-        address, port: Place of the store, on the first node.
-        has_links: Whether to measure links; must be the same on all nodes.
+    `names` are the nodes that could write to the folder, `rank` the number of this one.
+    `has_links`, whether to measure, must be the same on all nodes; the first has the store.
     """
     files = {name: _file(folder, token, name) for name in names}
     deadline = time.monotonic() + SEEN_S

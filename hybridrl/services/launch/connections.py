@@ -1,7 +1,4 @@
-"""Manages connections to node.py on the machines of a job, and ends the job. Does not import torch.
-
-If ranks on one machine fail or the connection to it is lost, the others end within KILL_AFTER_S.
-"""
+"""Manages connections to node.py on the machines of a job, and ends the job. No torch."""
 
 from __future__ import annotations
 
@@ -61,9 +58,8 @@ class NodeOutput:
 class Connection(ABC):
     """A connection to node.py on one machine.
 
-    Attributes:
-        code: Exit code of node.py, -N for signal N; None until `poll` has detected the end.
-        outcome: Outcome of the ranks, once node.py has ended; None if node.py could not report it.
+    `code`, -N for signal N, is None until `poll` has detected the end. `outcome` of the ranks is
+    then None if node.py could not report it.
     """
 
     def __init__(self, host: Host) -> None:
@@ -143,8 +139,7 @@ def wait_for_nodes(
 ) -> None:
     """Waits until all machines are done, or until one has failed and the others could report.
 
-    Forwards the signals in `received`, which may grow during the call, and calls `look` every
-    POLL_S.
+    Forwards the signals in `received`, which may grow, and calls `look` every POLL_S.
     """
     deadline, num_sent = float("inf"), 0
     while None in [node.poll() for node in nodes]:
@@ -188,13 +183,7 @@ def end_nodes(nodes: Sequence[Connection]) -> None:
 
 @dataclass(frozen=True)
 class NodesEnd:
-    """Describes how the machines of a job ended.
-
-    Args:
-        outcome: Merged outcome of the machines that reported one.
-        cut_off: Names of machines to which the connection was lost.
-        code: Exit code of the job.
-    """
+    """How a job ended: merged outcome, machines whose connection was lost, exit code."""
 
     outcome: Outcome
     cut_off: Sequence[str]
@@ -204,9 +193,7 @@ class NodesEnd:
 def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool) -> NodesEnd:
     """Prints and returns how the job ended. All connections have ended.
 
-    Args:
-        is_stopped: Whether the launcher has asked ranks to stop. `end_nodes` after a loss does not
-            count.
+    `is_stopped`: whether the launcher asked ranks to stop, other than by `end_nodes`.
     """
     outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
     silent = [node for node in nodes if node.outcome is None]

@@ -14,11 +14,7 @@ READ_S = 0.2  # Time to copy the last output if the rank was killed but still ex
 
 
 class CopiedStderr:
-    """Copies rank 0's stderr in a thread.
-
-    Attributes:
-        fault: Reason why the log is incomplete; None if it is complete.
-    """
+    """Copies rank 0's stderr in a thread. `fault` is why the log is incomplete, or None."""
 
     def __init__(self) -> None:
         self.fault: str | None = None

@@ -1,7 +1,4 @@
-"""Connects to hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch.
-
-Hosts must share the working folder, the Python environment and the run folder.
-"""
+"""Connects to hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -42,13 +39,10 @@ PROBE = (
 
 
 def read_hostfile(file: Path) -> list[Host]:
-    """Reads hosts from a file in MPI's format: `name slots=N` per line, `#` for comments.
-
-    A host without `slots=` has one slot. Slots of several lines for the same host are added.
+    """Reads a file in MPI's format: `name slots=N` per line, `#` for comments, 1 slot by default.
 
     Raises:
-        UserError: The file cannot be read.
-        ConfigError: Some lines are invalid, or no line names a host.
+        UserError, ConfigError: The file cannot be read, lines are invalid, or there is no host.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -95,11 +89,7 @@ def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> l
 
 
 def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
-    """Checks that all hosts can be reached, and that their installation matches this host.
-
-    Raises:
-        UserError, ConfigError: The first host has a loopback name, or hosts fail the check.
-    """
+    """Raises an error unless all hosts can be reached and have the installation of this host."""
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         allowed = "a name that all hosts can resolve"
         remedy = "Write the host's name instead, or set --address."

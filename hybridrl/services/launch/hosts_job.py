@@ -1,10 +1,9 @@
 """Runs ranks on several hosts, and restarts them after losses. Does not import torch.
 
-A host counts as lost when the connection to it breaks. The job checks it once, and continues
-without it if it does not respond. If no layout fits, the job waits up to BACK_S for lost hosts.
-While fewer ranks run than at first, the cluster is checked every ASK_EVERY_S; as soon as more ranks
-can train, the ranks save, end and restart on more hosts. Hosts end their ranks after LEASE_S of
-silence (node.py), so that ranks from two starts never train at the same time.
+A host counts as lost when the connection to it breaks. The job continues without it unless it
+responds; if no layout fits, it waits up to BACK_S. While fewer ranks run than at first, the cluster
+is checked every ASK_EVERY_S; as soon as more ranks can train, the ranks save and restart. Hosts end
+their ranks after LEASE_S of silence, so that ranks from two starts never train at the same time.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ class Cluster(Protocol):
 class HostsJob:
     """Ranks on several hosts, as an `ElasticJob`.
 
-    Args:
-        parts: Ranks of the first hosts at the first start; the other hosts have none.
-        port: Port for the job's store; None for any port.
-        fits: Whether a number of ranks can train the run. None if the job never restarts.
+    `parts` are the ranks of the first hosts; the others have none. `port` is None for any port;
+    `fits` says whether a number of ranks can train, and is None without restarts.
     """
 
     def __init__(
@@ -163,10 +160,7 @@ class HostsJob:
         return True
 
     def _layouts(self, hosts: Sequence[Host]) -> Iterator[tuple[int, list[Host]]]:
-        """Yields all numbers of ranks that can train, largest first, with their hosts.
-
-        All hosts that are used have the same number of ranks.
-        """
+        """Yields numbers of ranks that can train, largest first, with hosts of equal numbers."""
         up = [replace(h, slots=h.slots - self._left_out.get(h.name, 0)) for h in hosts]
         found = []
         for slots in sorted({each for host in up for each in range(1, host.slots + 1)}):
@@ -178,10 +172,7 @@ class HostsJob:
 
 
 class NodesWatch:
-    """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run.
-
-    `nodes` may grow later. `is_wider` may be slow; None if all hosts participate.
-    """
+    """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run."""
 
     def __init__(
         self,

@@ -22,10 +22,7 @@ SLOW_S = 30.0  # A message names processes that need longer to free their memory
 
 
 def is_killed(pid: int) -> bool:
-    """Whether a child that has not been reaped has received SIGKILL and executes no more code.
-
-    Linux reports this before it frees the process's memory. False on other systems.
-    """
+    """Whether a child has received SIGKILL, which Linux reports before it frees the memory."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[EXIT_CODE]) & 0x7F == signal.SIGKILL

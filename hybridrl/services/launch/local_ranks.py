@@ -52,10 +52,9 @@ STACKS_S = 0.5  # time that ranks have to write their stacks
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks that one launcher of a job starts: `count` ranks, beginning with `first`.
+    """The ranks that one launcher starts: `count`, beginning with `first`.
 
-    `address` and `port` are those of the job's store, on rank 0's machine; port 0 selects a free
-    port if one launcher starts all ranks.
+    The job's store is at `address` and `port` of rank 0's machine; port 0 is any free one.
     """
 
     count: int
@@ -122,13 +121,9 @@ def launch(
 ) -> int:
     """Runs `hybridrl ARGUMENTS` as local ranks and waits for all of them.
 
-    Args:
-        log_dir: Folder for `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
-        program: Arguments for Python, for tests that run a program other than hybridrl.
-
-    Returns:
-        The exit code: 0 for success, 2 for a user's mistake, 128 plus the number of the signal that
-            stopped the job (130, 143), 1 for anything else.
+    The log folder gets `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
+    `program` are Python's arguments, for tests. Returns the exit code: 0 for success, 2 for a
+    user's mistake, 128 plus the number of the signal that stopped the job, 1 for anything else.
     """
     command = [*program, *arguments]
     return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)
@@ -145,10 +140,10 @@ def run_ranks(
     """Runs Python with `command` as the job's ranks on this machine, and waits for them.
 
     Args:
-        steer: Function that is called once with the list of signals to send to the ranks, to which
-            it may append later. A second signal ends the ranks immediately.
+        steer: Called once with the list of signals to send to the ranks, to which it may append
+            later. A second signal ends the ranks immediately.
         leaving: Tracker for processes of earlier starts, for which the new ranks wait, and of this
-            start. None if this is the only start; the launcher then waits for its processes.
+            start. None if this is the only start, whose processes the launcher waits for.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -247,8 +242,8 @@ def launch_run(
 ) -> int:
     """Locks a run folder and runs its ranks with `start`, or else `launch`.
 
-    If a new run ends before its first step because of a user's mistake that only ranks can detect,
-    only the logs are kept, so that the next start may use another config.
+    A new run that ends before its first step by a user's mistake leaves only its logs, so that the
+    next start may use another config.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -315,10 +310,7 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank, which finds the inherited `descriptors` in its environment.
-
-    Rank 0 also writes to the console.
-    """
+    """Starts a rank with inherited `descriptors`; rank 0 also writes to the console."""
     environment |= {name: str(descriptor) for name, descriptor in descriptors.items()}
     log = log_dir / f"rank_{index}.log"
     try:
@@ -365,9 +357,8 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Waits until all ranks are done or must be ended. Forwards the first signal.
-
-    Ranks are ended after a second signal, a killed or lost rank, or a failure's grace period.
+    """Waits until all ranks are done, or must be ended: after a second signal, a killed or lost
+    rank, or a failure's grace period. Forwards the first signal.
     """
     deadline, notice, is_told = float("inf"), float("inf"), False
     while len(received) < 2 and any(rank.code is None for rank in ranks):
@@ -403,8 +394,8 @@ def _is_one_killed(failed: Sequence[_Rank]) -> bool:
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
     """Ends all ranks and their child processes. Returns exit codes by rank.
 
-    After a failure, other ranks write their stacks first. SIGKILL replaces SIGTERM for ranks that
-    are suspended or were asked to end, and if another rank was killed.
+    After a failure, other ranks write their stacks first. Ranks that are suspended or were asked to
+    end before get SIGKILL, and all if one was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]

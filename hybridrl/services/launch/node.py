@@ -1,9 +1,9 @@
 """Runs the ranks of one machine for `hybridrl launch --hostfile` or `--ray`, without torch.
 
-The first line on stdin is an `Order` as JSON. Each further line is the number of a signal to send
-to the ranks, or 0 to keep the connection alive. The ranks are ended when stdin ends, and after the
-first 0 also if no line arrives for LEASE_S, because the job may have restarted elsewhere. The last
-output on stdout, after MARK, is the `Outcome` of the ranks as JSON.
+The first line on stdin is an `Order` as JSON, each further line the number of a signal for the
+ranks, or 0 to keep the connection alive. The ranks are ended when stdin ends, and after the first 0
+if no line arrives for LEASE_S, because the job may have restarted elsewhere. The last output, after
+MARK, is the `Outcome` as JSON.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ MARK = b"\0"
 
 @dataclass(frozen=True)
 class Order:
-    """What the launcher tells one machine to run: Python with `command` in each rank.
+    """Python's `command` for each rank of a machine.
 
-    The environment is sent over stdin because it may contain API keys, and other users could read
-    a command line.
+    Sent over stdin, because the environment may have API keys, and others can read commands.
     """
 
     share: Share

@@ -48,10 +48,7 @@ def fits_on(config: Config, world_size: int) -> bool:
 
 
 def with_commits(config: Config) -> Config:
-    """Returns the config with every hub name pinned to a commit.
-
-    The launcher resolves the commits for its ranks; under torchrun, rank 0 does.
-    """
+    """Returns the config with hub names pinned to commits, by the launcher or else by rank 0."""
     if is_launched():
         return with_names(config, names_from_json(os.environ[HUB_NAMES]))
     if not is_rank():

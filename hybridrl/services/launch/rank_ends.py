@@ -48,12 +48,10 @@ class EndedRank:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Describes how the ranks of a launcher ended.
+    """How the ranks of a launcher ended. `culprits` failed first; the others were ended.
 
-    Args:
-        culprits: The ranks that failed first. The launcher ended all other ranks.
-        stopped_by: Number of the signal that asked the ranks to stop; 0 if none.
-        fault: Reason why the log of rank 0 is incomplete; None if it is complete.
+    `stopped_by` is the signal that asked the ranks to stop, or 0. `fault` is why the log of rank 0
+    is incomplete, or None.
     """
 
     ranks: Sequence[EndedRank]
@@ -100,10 +98,7 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Whether ranks on this node were lost, if each node decides separately whether to restart.
-
-    A rank on another node may have failed earlier; its error file is in the shared log folder.
-    """
+    """Whether this node lost ranks, and no rank reported its own error in the shared logs."""
     if not lost_ranks(outcome):
         return False
     if any(rank.code == -signal.SIGKILL for rank in outcome.ranks):

@@ -1,7 +1,7 @@
 """Opens a rank's log, for output under torchrun and for stacks. Does not import torch.
 
-hybridrl's launcher redirects output itself. Under torchrun, a separate process (tee) copies the
-rank's output to the log, so that messages from a crash are not lost.
+Under torchrun, a separate process (tee) copies the rank's output to the log, so that messages from
+a crash are not lost; hybridrl's launcher redirects output itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs ranks on the nodes of a Ray cluster, for `hybridrl launch --ray`. Does not import torch.
 
-An actor on each node runs node.py. If it is lost, its node is considered lost until the node
-responds again. Nodes must share the working folder, the Python environment and the run folder.
+An actor on each node runs node.py. If it is lost, its node counts as lost until it responds.
 """
 
 from __future__ import annotations
@@ -132,18 +131,12 @@ class RayConnection(Connection):
 
 
 class RayCluster:
-    """The nodes of a Ray cluster, as the `Cluster` of a `HostsJob`.
+    """The nodes of a Ray cluster (HOST:PORT or "auto"), as the `Cluster` of a `HostsJob`.
 
-    Args:
-        address: HOST:PORT of the cluster, or "auto".
-        has_gpus: Whether each rank reserves a GPU if the cluster has GPUs, otherwise a CPU.
+    `unit` of a slot is "GPU" if `has_gpus` and the cluster has GPUs, otherwise "CPU".
 
     Raises:
-        UserError: Ray is not installed, the cluster does not respond, or the installation on a node
-            differs from this host.
-
-    Attributes:
-        unit: Kind of a slot, "GPU" or "CPU".
+        UserError: The cluster does not respond, or a node's installation differs from this host's.
     """
 
     def __init__(self, address: str, has_gpus: bool) -> None:
@@ -243,7 +236,7 @@ class RayCluster:
         return wrong
 
     def _free(self) -> dict[str, int]:
-        """Returns how many slots on each node this job may use, including those it already uses.
+        """Returns each node's slots for this job, including those it already uses.
 
         For a moment after an actor has ended, Ray still reports its slots as used.
         """
@@ -283,11 +276,7 @@ def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def connect(address: str) -> Any:
-    """Connects to a cluster. Returns the module `ray`.
-
-    Raises:
-        UserError: Ray is not installed, or the cluster does not respond.
-    """
+    """Connects to a cluster; returns the module `ray`. UserError without Ray or a response."""
     if "://" in address or address in ("", "local"):
         allowed = 'HOST:PORT of a running cluster, or "auto"'
         raise UserError("--ray", address, allowed, "Start a cluster with `ray start --head`.")

@@ -1,9 +1,8 @@
 """Restarts the ranks of a run after ranks or hosts are lost. Does not import torch.
 
-Restarted ranks continue from the newest state with the same batches. A rank is lost if an
-unexpected signal ends it, if its heartbeats stop, or if its host fails; its own error causes no
-restart, because it would recur. If a start loses a rank before its first step, the next start
-leaves that rank out; after another loss, all ranks are tried again.
+A rank is lost if an unexpected signal ends it, its heartbeats stop, or its host fails; its own
+error causes no restart, because it would recur. If a start loses a rank before its first step, the
+next start leaves that rank out; after another loss, all ranks are tried again.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ class ElasticJob(Protocol):
         """Runs `hybridrl ARGUMENTS` in every rank, and waits for all ranks."""
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the ranks for the next start after a loss. Returns whether one is possible.
+        """Chooses the ranks for the next start, with those lost before if `comes_back`.
 
-        Args:
-            comes_back: Whether to try ranks again that were lost before.
-            received: Signals to this process, any of which ends a wait.
+        A signal in `received` ends a wait. Returns whether a start is possible.
         """
 
     def close(self) -> None:
@@ -97,12 +94,7 @@ class ElasticLaunch:
 
 
 class LocalJob:
-    """Ranks on one host, as an `ElasticJob`.
-
-    Args:
-        fits: Whether a given number of ranks can train the run.
-        program: Arguments for Python, for tests that run a program other than hybridrl.
-    """
+    """Ranks on one host, as an `ElasticJob`; `fits` says whether a number of ranks can train."""
 
     def __init__(
         self, size: int, fits: Callable[[int], bool], program: Sequence[str] = PROGRAM

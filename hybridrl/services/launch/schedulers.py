@@ -1,8 +1,7 @@
 """Renders an sbatch file, a JobSet or a PyTorchJob from templates/. Does not import torch.
 
-Each file runs `hybridrl launch --node K` on every node. A job that the scheduler restarts continues
-from its newest checkpoint. Within a Slurm job, lost ranks are restarted up to `run.max_restarts`
-times with the same number of ranks, as long as the job keeps its nodes.
+Each file runs `hybridrl launch --node K` on every node. A restarted job continues from its newest
+checkpoint. In a Slurm job, lost ranks are restarted up to `run.max_restarts` times.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ RESTARTS = "HYBRIDRL_RESTARTS"  # number of times that the job has restarted
 
 @dataclass(frozen=True)
 class NodeJob:
-    """A job that runs `hybridrl launch ARGUMENTS` in a folder on each of several nodes.
-
-    Args:
-        slots: Number of ranks per node.
-        has_gpus: Whether each rank has a GPU.
-        stop_s: Seconds that ranks have to save before the job ends.
-    """
+    """`hybridrl launch ARGUMENTS` on nodes of `slots` ranks, with `stop_s` seconds to save."""
 
     name: str
     num_nodes: int
@@ -54,10 +47,8 @@ def slurm_script(
 ) -> str:
     """Returns the text of an sbatch file, which also works as a script inside an allocation.
 
-    Args:
-        program: Command that runs `hybridrl`.
-        options: sbatch options, as --name=value, which override those of the template.
-        output: File for the job's output, with Slurm's patterns; None for Slurm's default.
+    `program` runs `hybridrl`. `options` override those of the template. `output` is the file for
+    the job's output, with Slurm's patterns; None for Slurm's default.
     """
     gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}
     given = {

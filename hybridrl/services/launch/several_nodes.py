@@ -1,7 +1,4 @@
-"""Runs `hybridrl train` on several machines over ssh, Ray, Slurm or Kubernetes, without torch.
-
-Environment variables, log files and exit codes are those of one machine, except for LOST.
-"""
+"""Runs `hybridrl train` on several machines over ssh, Ray, Slurm or Kubernetes, without torch."""
 
 from __future__ import annotations
 
@@ -58,14 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """Resources that a job requests from a scheduler.
-
-    Args:
-        nodes: Number of nodes; None for the number in the allocation.
-        slots: Number of ranks per node; None for the allocation's GPUs per node.
-        stop_s: Seconds that ranks have to save before the job ends.
-        folder: Working folder for the command; None for the current folder.
-    """
+    """Resources that a job requests; None for the allocation's sizes or the current folder."""
 
     nodes: int | None
     slots: int | None
@@ -169,7 +159,7 @@ def on_node(
     address: str | None,
     port: int | None,
 ) -> int:
-    """Runs the ranks on one node. Returns LOST if ranks were lost and may restart.
+    """Runs one node's ranks; returns LOST if ranks were lost and may restart.
 
     Rank 0 locks the run folder, because no process controls all nodes.
     """

@@ -23,16 +23,8 @@ def launch_training(
 ) -> int:
     """Runs the ranks of a training run, and restarts them up to `run.max_restarts` times.
 
-    Args:
-        config: Config with hub names pinned to commits.
-        world_size: Number of ranks; None for the size of the layout or this host's GPUs.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: The config has errors that can be detected before ranks start.
-        UserError: The run folder cannot be created, or another run uses it.
+    Hub names in `config` are pinned. By default `world_size` is that of the layout or this host's
+    GPUs. Returns the exit code.
     """
     size = world_size or default_world_size(config, num_local_gpus())
     found, laid = laid_out(config, size)

@@ -1,12 +1,10 @@
 """Detects hangs: ranks that make no progress while other ranks wait for them, without torch.
 
-Pure logic: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle
-if none of its counters has changed for some time: its phase, its collectives, and the rounds of its
-loops (progress.py). A hang is reported if idle ranks wait for another idle rank, or if all waiting
-ranks are in different collectives. A send and its receive form one operation: two ranks that are
-both inside it wait for no other rank, so the operation is reported as slow.
-
-Hangs do not end the run. `run.stall_timeout_s` limits how long ranks wait for each other.
+A rank is idle if none of its counters has changed for some time: its phase, its collectives, and
+the rounds of its loops (progress.py). A hang is reported if idle ranks wait for another idle rank,
+or if all waiting ranks are in different collectives. Two ranks inside a send and its receive wait
+for no other rank, so the operation is reported as slow. Hangs do not end the run;
+`run.stall_timeout_s` limits how long ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ class Hang:
 class HangWatch:
     """Examines the heartbeats of all ranks at intervals. Reports each hang only once.
 
-    Args:
-        idle_s, start_s: Seconds without progress after which a rank is idle, during steps and
-            before the first step.
+    Ranks are idle after `idle_s` without progress, before the first step after `start_s`.
     """
 
     def __init__(self, idle_s: float, start_s: float) -> None:
@@ -178,8 +174,7 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
     """Returns the ranks of each send and receive in which both peers are idle, by name.
 
-    Sends over gloo are not recorded. Ranks in unrecorded calls may be peers of each other, so none
-    of them is suspected to be in the wrong place.
+    Sends over gloo are not recorded: ranks in unrecorded calls may be peers of each other.
     """
     found: dict[str, list[int]] = {}
     for rank in sorted(still):

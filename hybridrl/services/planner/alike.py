@@ -1,7 +1,4 @@
-"""Estimates memory if all models share all ranks, without listing their tensors. No torch.
-
-For searches over many layouts. Invariant: the peaks equal those that `hybridrl plan` computes.
-"""
+"""Estimates memory if all models share all ranks, with the peaks that `hybridrl plan` computes."""
 
 from __future__ import annotations
 
@@ -34,13 +31,10 @@ from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shar
 
 @dataclass(frozen=True)
 class FullestRank:
-    """Models and engine parameters on the fullest rank.
+    """Models (the policy first) and engine parameters on the fullest rank.
 
-    Args:
-        models: Each model's part on the rank; the policy comes first.
-        engine: Elements of the engine's parameters; FP8 weights and their scales count as the
-            elements of the model's type that take as many bytes.
-        shared, synced: Engine elements in the trainer's memory, and those that each sync changes.
+    `engine` counts FP8 weights and scales as elements of the model's type with as many bytes.
+    `shared` are in the trainer's memory, `synced` changed by each sync.
     """
 
     models: Sequence[HeldModel]
@@ -68,11 +62,7 @@ def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed
 
 
 def fullest_rank(config: Config, models: Sequence[RoleModel], world_size: int) -> FullestRank:
-    """Returns the models (the policy first) and engine parameters on the fullest rank.
-
-    Raises:
-        ModelError: A tensor cannot be sharded in the configured layout.
-    """
+    """Returns models and engine on the fullest rank; ModelError if a tensor cannot be sharded."""
     family, shape = models[0].family, models[0].engine_shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
     traits = ENGINES[rollout.engine]

@@ -1,7 +1,4 @@
-"""Resolves `layout: auto` once, before ranks start, as configuration overrides. No torch.
-
-A run keeps its chosen layout as long as its number of ranks does not change.
-"""
+"""Resolves `layout: auto` once, before ranks start, as configuration overrides. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ LORA_RANK = 32  # rank of the adapters that a search proposes
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters of a rank, where full training does not fit: the fastest layout that fits.
+    """The fastest layout with LoRA adapters, where full training does not fit.
 
     `full` is the estimate for full training in this layout, on GPUs with enough memory for it.
     """
@@ -112,11 +109,7 @@ def overrides_of(config: Config) -> list[str]:
 def search(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> tuple[Result, Assumptions]:
-    """Evaluates all layouts; see `with_layout` for the arguments.
-
-    Raises:
-        ConfigError: The model or the cluster is unknown, or some roles have dedicated ranks.
-    """
+    """Evaluates all layouts; see `with_layout`. ConfigError for unknown models or own ranks."""
     section = merged(config.cluster, given)
     asks_for_gpus = section is not None or ENGINES[config.rollout.engine].runs_on_gpus
     section = section or ClusterFile()
@@ -145,10 +138,7 @@ def search(
 def search_with_adapters(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> Adapters | None:
-    """Evaluates all layouts of the same run if it trained LoRA adapters of rank LORA_RANK.
-
-    Returns None if none fits, or if the run has adapters already or cannot have them.
-    """
+    """Evaluates all layouts with LoRA adapters; None if none fits or the run cannot have them."""
     if config.lora.is_on:
         return None
     changed = config.with_values({"lora.rank": LORA_RANK})
@@ -176,11 +166,10 @@ def needs_choice(config: Config, world_size: int, has_gpus: bool) -> bool:
 
 
 def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile | None) -> Config:
-    """Returns the configuration with the fastest level that fits if the level is 'auto'.
+    """Sets the fastest level that fits, or the smallest, if the level is 'auto'.
 
-    Uses the smallest level if none fits. 'auto' stays, and means 'device', without GPUs, if some
-    roles have their own ranks, and if rules are violated, which is reported elsewhere. A run that
-    continues gets no faster level than it had.
+    'auto' stays, and means 'device', without GPUs, if some roles have their own ranks, and if rules
+    are violated, which is reported elsewhere. A run gets no faster level than it had.
     """
     levels = allowed_levels(config)
     if config.train.optimizer_memory != "auto" or levels[-1] == "device":

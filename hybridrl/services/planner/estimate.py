@@ -1,7 +1,4 @@
-"""Estimates memory and step time if all models share all ranks, for layout search. No torch.
-
-Reshard traffic is a share of the whole model; `hybridrl plan` computes it slice by slice.
-"""
+"""Estimates memory and step time if all models share all ranks, for layout search. No torch."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ from hybridrl.services.planner.times import Times, giving_back_s, step_times
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted peak memory of the fullest rank, and time.
+    """Predicted memory and time. `most_bytes`: largest phase, with the largest KV cache that fits.
 
-    Args:
-        most_bytes: Memory of the largest phase, with the largest KV cache that fits.
-        spare_bytes: GPU memory left after the safety margin; negative if the run does not fit.
+    `spare_bytes` are left after the safety margin; negative if the run does not fit.
     """
 
     memory: Memory
@@ -42,11 +37,7 @@ class Estimate:
 def estimate(
     config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
 ) -> Estimate:
-    """Estimates memory and step time of a configuration that violates no rule.
-
-    Raises:
-        ModelError: A tensor cannot be sharded in the configured layout.
-    """
+    """Estimates memory and step time of a valid configuration; ModelError as `fullest_rank`."""
     train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)
     is_fused = ENGINES[rollout.engine].has_fused_parameters

@@ -1,8 +1,8 @@
 """Decides whether a planned run fits into GPU memory, and which changes help. No torch.
 
-Phases of 7 runs on H200 used 0.86 to 1.18 times the estimates of phase_memory.py, and at most 2.3
-GiB more, except with NCCL groups that no longer exist (benchmarks/results/step_h200.json). A run
-fits if its estimate plus 5% for fragmentation, plus 2 GiB for CUDA context and libraries, fits.
+Phases of 7 runs on H200 used 0.86 to 1.18 times the estimates, and at most 2.3 GiB more
+(benchmarks/results/step_h200.json). A run fits if its estimate plus 5% for fragmentation, plus 2
+GiB for CUDA context and libraries, fits.
 """
 
 from __future__ import annotations
@@ -57,15 +57,9 @@ def gpu_verdict(
 ) -> dict[str, Any]:
     """Decides whether the GPU that needs the most memory has enough.
 
-    Args:
-        hf_config: The policy's config.json.
-        found: Memory estimates for all ranks.
-        may_change: Whether to search for changes that make the run fit.
-
-    Returns:
-        Whether the run `fits`, and why (`summary`); the phase that needs the most memory, with its
-            sizes in bytes; how many requests fit into the KV cache; changes that would help
-            (`remedies`).
+    Returns whether the run `fits`, and why (`summary`); the phase that needs most, with its sizes
+    in bytes; how many requests fit into the KV cache; and, if the search for changes `may_change`
+    the configuration, those that would help (`remedies`).
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
     for one in found:
@@ -124,11 +118,7 @@ def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
 
 
 def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
-    """Returns a note if some requests will have to wait; otherwise an empty text.
-
-    Requests wait if a rank's KV cache has no room for them (`room`), and with a policy lag if a
-    replica has more requests in flight than it decodes. `num_ranks` ranks have an engine.
-    """
+    """Returns a note if the KV cache (`room`) or the batch is too small for all requests."""
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
     if room < cache.num_requests:
         said = (
@@ -182,10 +172,7 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Search:
-    """Searches for configuration changes that make a run fit into memory.
-
-    No change adds or removes a model. If ranks are added, nodes keep their size.
-    """
+    """Searches for changes that make a run fit; nodes keep their size, and models stay."""
 
     config: Config
     models: Sequence[RoleModel]

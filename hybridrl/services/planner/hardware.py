@@ -1,7 +1,4 @@
-"""Determines the cluster that `hybridrl plan` assumes: `--cluster FILE`, this host, or defaults.
-
-Records the source of each value. No torch.
-"""
+"""Determines the cluster that `hybridrl plan` assumes, with the source of each value. No torch."""
 
 from __future__ import annotations
 
@@ -51,10 +48,7 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster that a plan assumes, with each value's source (`values`, by keys of cluster files).
-
-    `max_gpus_per_node` includes unused GPUs.
-    """
+    """Cluster that a plan assumes, with each value's source; the maximum includes unused GPUs."""
 
     cluster: Cluster
     gpu_memory_bytes: int
@@ -100,10 +94,7 @@ def load_cluster(path: Path) -> ClusterFile:
 def assume(
     given: ClusterFile, world_size: int, host: Host
 ) -> tuple[Assumptions | None, list[UserError]]:
-    """Fills in values that the cluster file does not set.
-
-    Returns errors instead if nodes and ranks do not match, or if the GPU is unknown.
-    """
+    """Fills in unset values; returns errors instead for wrong sizes or an unknown GPU."""
     if (unknown := gpu_rule(given)) is not None:
         return None, [unknown]
     sizes = _sizes(given, world_size, host)

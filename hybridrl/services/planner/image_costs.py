@@ -1,8 +1,4 @@
-"""Estimates what images cost a run: tokens, FLOPs and memory of the vision tower. No torch.
-
-A plan does not read the data, so `layout.mean_image_tokens` or `data.max_image_pixels` says how
-many tokens of a prompt belong to images.
-"""
+"""Estimates what images cost a run: tokens, FLOPs and memory of the vision tower. No torch."""
 
 from __future__ import annotations
 
@@ -25,12 +21,7 @@ ENGINE_TOKENS = 4096
 
 
 class TowerWork(NamedTuple):
-    """What a tower's forward passes compute and move.
-
-    Args:
-        flops: Operations of matrix products and attention.
-        traffic: Bytes that other operations read and write.
-    """
+    """FLOPs of products and attention in a tower's forward passes; bytes that others move."""
 
     flops: float = 0.0
     traffic: float = 0.0
@@ -60,11 +51,9 @@ def largest_image(config: Config, vision: VisionShape) -> int:
 
 
 def tower_work(vision: VisionShape, num_tokens: float, per_image: float) -> TowerWork:
-    """Returns the work of forward passes over images.
+    """Returns the work of forward passes over images with `num_tokens` in total.
 
-    Args:
-        num_tokens: Number of all images' tokens.
-        per_image: Number of one image's tokens. Patches attend only to their own image.
+    An image has `per_image` tokens; patches attend only to their own image.
     """
     matrices = {name: prod(size) for name, size in vision.tensors.items() if len(size) > 1}
     merging = sum(size for name, size in matrices.items() if "merger" in name)
@@ -83,20 +72,13 @@ def tower_work(vision: VisionShape, num_tokens: float, per_image: float) -> Towe
 
 
 def scratch_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
-    """Returns the memory of a pass's temporary tensors.
-
-    Args:
-        num_tokens: Number of the images' tokens in the pass.
-        itemsize: Bytes of an element.
-    """
+    """Returns the bytes of a pass's temporary tensors, for elements of `itemsize` bytes."""
     per_patch = SCRATCH_HIDDEN * vision.hidden_size + SCRATCH_PRODUCT * vision.ffn_size
     return itemsize * per_patch * num_tokens * vision.merge_size**2
 
 
 def stored_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
-    """Returns what a pass of a trained tower keeps for its backward pass; see `scratch_bytes` for
-    the arguments.
-    """
+    """Returns the bytes that a pass of a trained tower keeps; arguments as in `scratch_bytes`."""
     is_gated = any(GATE_UP in name for name in vision.tensors)
     hidden, product = STORED_GATED if is_gated else STORED
     per_patch = hidden * vision.hidden_size + product * vision.ffn_size

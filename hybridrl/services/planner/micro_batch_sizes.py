@@ -1,7 +1,4 @@
-"""Estimates the usual and the largest sizes of an update's micro-batches. No torch.
-
-The usual sizes result from packing samples of usual length with the code that training uses.
-"""
+"""Estimates an update's micro-batches by packing usual lengths with training's code. No torch."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ class MicroBatchSize:
 
 
 def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
-    """Whether samples of one prompt store its tokens only once.
-
-    Training makes the same decision on GPUs with transformer-engine (layers.py:shares_prompts).
-    """
+    """Whether samples of one prompt store its tokens only once, as layers.py decides on GPUs."""
     if shape.has_mtp:
         return False
     if config.train.share_prompts is not None:
@@ -191,15 +185,9 @@ def _longest_copied(config: Config, shape: ModelShape, cp: int) -> float:
 def _most_copied_rows(
     positions: int, longest: int, per_prompt: int, share: int, budget: int, cp: int
 ) -> int:
-    """Returns the largest possible number of rows of keys that a rank copies for shared prompts.
+    """Returns the most rows of keys that a rank copies for shared prompts up to `longest`.
 
-    Args:
-        positions: Number of positions of the micro-batch.
-        longest: Length of the longest shared prompt.
-        per_prompt: Number of samples of each prompt.
-        share: Number of samples of a replica.
-        budget: Maximum number of tokens in a micro-batch.
-        cp: Context-parallel size.
+    `share` is the number of a replica's samples, `budget` that of a micro-batch's tokens.
     """
     most, found = KEY_ROWS_OF_BUDGET * budget // cp, 0  # most: rows of a unit
     # Shorter prompts whose units just reach the limit copy more rows per position.
@@ -241,9 +229,7 @@ def _packed(
     pad_each: int,
     attention: int,
 ) -> set[tuple[int, int, int]]:
-    """Returns (positions, rows of keys, number of prompts) of each micro-batch if all samples have
-    equal lengths.
-    """
+    """Returns (positions, rows of keys, number of prompts) of micro-batches of equal samples."""
     length = round_up(prompt + response, pad_each)
     # Rules reject samples that exceed the budget; here such a sample is packed alone.
     token_budget = max(token_budget, length)
@@ -287,9 +273,7 @@ def _packed(
 
 
 def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
-    """Returns the rows of keys for `count` samples of `own` positions and their shared prefix,
-    summed over the ranks of context parallelism.
-    """
+    """Returns the rows of keys of samples of `own` positions with their prefix, over cp ranks."""
     return cp * (prefix + count * own + _copied_rows(prefix, count, own, cp))
 
 

@@ -1,7 +1,6 @@
 """Rules on layouts that depend on the sizes of the policy, for searches. No torch.
 
-The configuration alone decides `config.rules.check`. These rules are checked before ranks start too
-(loop/preflight.py), so a search must not propose what they refuse.
+loop/preflight.py checks them too, so a search must not propose what they refuse.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from hybridrl.services.planner.phase_memory import RoleModel
 def model_rules(
     config: Config, policy: RoleModel, hf_config: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the reasons why the policy cannot have the layout of a configuration.
-
-    Args:
-        config: A configuration that `config.rules.check` accepts.
-        policy: The policy, with its adapters.
-        hf_config: Contents of the policy's config.json.
-    """
+    """Yields why the policy, with its adapters, cannot have a layout that `rules.check` accepts."""
     train, family, shape = config.train, policy.family, policy.shape
     is_adapted = family.lora is not None
     yield from mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)

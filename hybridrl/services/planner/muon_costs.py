@@ -24,10 +24,7 @@ def _tensors(family: Family, shape: ModelShape, head: Head) -> dict[str, tuple[i
 
 
 def num_by_adamw(family: Family, shape: ModelShape, layout: TrainLayout, head: Head) -> int:
-    """Returns how many parameters AdamW updates on the fullest rank: vocabularies, norms, biases.
-
-    `family` has a weight table of the trained parameters.
-    """
+    """Returns how many trained parameters AdamW updates: vocabularies, norms, biases."""
     vocabularies, vectors = [], 0
     for name, size in _tensors(family, shape, head).items():
         if is_hf_matrix(name, size):
@@ -61,10 +58,7 @@ def scratch_bytes(family: Family, shape: ModelShape, layout: TrainLayout, head: 
 def orthogonalization_flops(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head
 ) -> float:
-    """Returns an upper bound for one rank's operations in a step.
-
-    A rank orthogonalizes every matrix of which it updates a part, here all of its stage.
-    """
+    """Returns an upper bound for a rank's step: it orthogonalizes every matrix of its stage."""
     total = 0.0
     for size, is_expert in _matrices(family, shape, head):
         short, long = sorted(size[-2:])

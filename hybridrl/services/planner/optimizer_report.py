@@ -31,10 +31,7 @@ MEANINGS = {
 def optimizer_report(
     config: Config, roles: Sequence[RoleModel], world_size: int, assumed: Assumptions | None
 ) -> dict[str, Any]:
-    """Returns the level, its bytes per parameter and, for a known cluster, all allowed levels.
-
-    `assumed` is None on CPU, and if some roles have their own ranks.
-    """
+    """Returns the level, its bytes per parameter and, for a known cluster, all allowed levels."""
     used = level_name(config.train)
     report: dict[str, Any] = {
         "optimizer": config.train.optimizer,

@@ -68,15 +68,13 @@ class Memory:
 
     Args:
         train: Largest peak of training for any sample lengths.
-        count_usual_train: Function for `usual_train`, called on demand because packing samples is
-            slow, and a search evaluates thousands of layouts without it.
+        count_usual_train: Computes `usual_train` on demand, because packing samples is slow, and a
+            search evaluates thousands of layouts without it.
         rollout: Peak of generation, including the KV cache.
-        kv_cache: Size of the KV cache for all concurrent requests, with recorded experts.
-        num_requests: Number of concurrently decoded requests, each of maximum length.
+        kv_cache: KV cache of `num_requests` longest requests, with recorded experts.
         least_requests: Number of requests that the cache must hold; others can wait.
         staging: Size of the reshard's staging buffers, if weights are sent as messages.
         saved: Size of a rank's part of a checkpoint.
-        replay: Memory for recorded experts; None if experts are not replayed.
         host_state: Size of a rank's optimizer state in host memory.
         start: Peak while the model is made trainable, without an engine.
     """
@@ -115,10 +113,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory estimate for a group of ranks that hold models of the same roles.
-
-    `fullest` are the ranks with the most parameters, such as a pipeline's first or last stage.
-    """
+    """Memory of ranks with models of the same roles; `fullest` have the most parameters."""
 
     ranks: tuple[int, ...]
     roles: list[str]
@@ -142,8 +137,6 @@ class RoleModel:
     """A model that a run uses.
 
     Args:
-        role: Role in the run, named as in a placement.
-        is_trained: Whether the model has gradients and an optimizer.
         head: Head that is assumed when parameters are counted; a critic counts as the policy.
         freeze: Parts that stay frozen although the model is trained.
         own: Family of only the weights that differ from the policy's frozen weights; the others
@@ -204,12 +197,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model, and the size of its largest part on any rank.
-
-    Args:
-        place: Ranks and parallel sizes of its role; models with equal places share process groups.
-        held, trained: Most parameters on a rank, and most trained parameters.
-    """
+    """A model, and the most (trained) parameters on a rank; equal places share process groups."""
 
     model: RoleModel
     place: Place
@@ -259,8 +247,7 @@ class HeldEngine:
 class Held:
     """Models and engine on a group of ranks that hold the same models.
 
-    `peer_bytes` is peer memory for the policy's weights, without the rank's own share. `fullest`
-    are the ranks that hold the most parameters.
+    `peer_bytes` is peer memory for weights without the rank's own; `fullest` hold the most.
     """
 
     models: Sequence[HeldModel]
@@ -280,11 +267,7 @@ class Held:
 def role_models(
     config: Config, models: RunModels, family: Family, shape: ModelShape
 ) -> list[RoleModel]:
-    """Returns the models of a run, the policy first. `family` is the policy's, without adapters.
-
-    Raises:
-        UserError: `lora.path` is not a directory with a usable PEFT adapter.
-    """
+    """Returns the models, the policy first. `family` is the policy's, without adapters."""
     freeze, lora = frozen_names(config.train.freeze, shape), lora_of(config.lora)
     base, family = family, adapted(family, lora)
     has_mtp = models.trains_policy and config.train.mtp_coef > 0
@@ -317,9 +300,9 @@ def estimate_memory(
 
     Training needs memory for parameters, trained parameters' gradients, a rank's shard of the
     optimizer state unless it is in host memory, frozen models, activations, logits, and the weights
-    of an engine that does not sleep. Generation needs memory for parameters, the same optimizer
-    state, the engine's own weights, and the KV cache. On GPUs, both phases also include NCCL's
-    groups and the engine's CUDA graphs, but not the CUDA context.
+    of an engine that does not sleep. Generation needs parameters, the same optimizer state, the
+    engine's own weights, and the KV cache. On GPUs, both include NCCL's groups and the engine's
+    CUDA graphs, but not the CUDA context.
     """
     itemsize = itemsize_of(config, on_gpu)
     level = level_of(config.train)
@@ -385,8 +368,8 @@ def gradient_bytes(config: Config) -> int:
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
     """Returns the host memory of a rank's state copies, used to resume after a failure.
 
-    Includes the copy in progress (`copied`), and GENERATIONS copies of its state (`saved`) and
-    of the state of a rank on another host (checkpoint/memory_copies.py).
+    Includes the copy in progress (`copied`), and GENERATIONS copies of its state (`saved`) and of
+    the state of a rank on another host (checkpoint/memory_copies.py).
     """
     if not config.run.max_restarts or config.checkpoint.copy_every == 0:
         return 0
@@ -447,23 +430,21 @@ def _activation_bytes(
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
     """Returns the memory that one rank's passes over micro-batches of one size need.
 
-    The result is the sum of the activations stored for the backward pass and the largest of the
-    temporary tensors: the head's logits, the gradients of a feed-forward layer's two halves, those
-    of copied keys, and what a recurrent module's backward pass computes again.
+    It is the sum of the activations stored for the backward pass and the largest of the temporary
+    tensors: the head's logits, the gradients of a feed-forward layer's halves, those of copied
+    keys, and what a recurrent module's backward pass computes again.
 
     A layer stores its input, the output of each norm, and the input of the feed-forward layer (4
-    hidden sizes); queries, keys and values, the latents from which they are computed, and the
-    output of attention; and the feed-forward layer's two halves and their product. If samples share
-    prompts, attention also stores copies of keys and values. Tensor and sequence parallelism shard
-    all of these. A mixture of experts stores the feed-forward layer's values for each of a token's
-    experts, plus the experts' inputs and outputs, which ranks exchange. A layer with a recurrent
-    module stores that module's values instead of attention's. Tokens are assumed to be
-    distributed evenly over the experts, and all layers to be mixtures of experts. A frozen model
-    stores nothing for a backward pass: only one layer's values are in memory at a time.
+    hidden sizes); queries, keys and values, their latents, and the output of attention; the
+    feed-forward layer's halves and product; and copies of keys and values of shared prompts. Tensor
+    and sequence parallelism shard all of these. A mixture of experts stores the feed-forward values
+    for each of a token's experts, and the inputs and outputs that ranks exchange. A recurrent
+    module's values replace attention's. Tokens count as evenly distributed over experts, and all
+    layers as mixtures. Of a frozen model, only one layer's values are in memory at a time.
 
-    The last stage also stores the values of a trained layer for multi-token prediction, which is
-    never recomputed: those of a layer with attention, its two inputs before and after their norms
-    joined (5 hidden sizes), and the output of its last norm.
+    The last stage also stores a trained layer for multi-token prediction, never recomputed: a layer
+    with attention, its two inputs before and after their norms joined (5 hidden sizes), and the
+    output of its last norm.
     """
     model, layout = held.model, held.layout
     shape, parts = model.shape, layout.cp * layout.tp
@@ -518,8 +499,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
 
 
 def _image_bytes(held: HeldModel, itemsize: int, micro: MicroBatchSize) -> tuple[int, int]:
-    """Returns the bytes that are stored for the images of a micro-batch, and the temporary bytes of
-    the vision tower, which runs before the layers.
+    """Returns stored bytes of a micro-batch's images, and temporary ones before the layers.
 
     Features that are added after the first layers are stored for each position. Every rank of the
     first stage computes all images.

@@ -45,11 +45,10 @@ from hybridrl.services.planner.phase_memory import (
 
 @dataclass(frozen=True)
 class Placed:
-    """Training and engine layouts of a run; all ranks are global ranks.
+    """Training and engine layouts of a run, by global rank.
 
     Args:
-        layout: The policy's training layout on its ranks, with the chosen order of axes.
-        choice: Chosen order of the training axes, with its cost.
+        layout, choice: The policy's layout, with the chosen order of axes and its cost.
         whole: Training layout of each rank.
         sources: For each rank, the layout of the elements that the rank sends to engines.
         parts: Layout of each tensor-parallel rank of an engine.
@@ -89,10 +88,7 @@ class Placed:
 def place_models(
     config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
 ) -> Placed:
-    """Returns the layouts of policy and engines, as `loop/setup.py` creates them.
-
-    The placement violates no rule. `family` includes adapters; a node has `node` ranks.
-    """
+    """Returns the layouts of policy (with adapters) and engines, as in `loop/setup.py`."""
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     base, sent = base_of(family), held_family(config.rollout.engine, family, shape)
     if ENGINES[config.rollout.engine].has_fused_parameters:

@@ -1,8 +1,6 @@
 """Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict.
 
-No torch. Predicts the reshard itself; other modules of this package compute assumptions, memory,
-verdict and text. Reads only the configuration, the config.json files of the models, and the module
-of a user's own algorithm.
+No torch. Reads only the configuration, the models' config.json, and a user's own algorithm.
 """
 
 from __future__ import annotations
@@ -88,15 +86,7 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations. If there are violations, all other values in the
-    report are None.
-
-    Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
-        given: Contents of a cluster file.
-        host: This host, whose GPUs the run is assumed to use; None if they are unknown.
-    """
+    """Returns the report and the violations, with which all other values in it are None."""
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
     given = merged(config.cluster, given)
@@ -229,10 +219,7 @@ def _peaks(
 def _step(
     config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
 ) -> dict[str, Any] | None:
-    """Returns the predicted duration of a step whose responses are as long as possible.
-
-    Returns None if the duration cannot be predicted: on CPU, or if some roles have dedicated ranks.
-    """
+    """Returns the predicted step with the longest responses; None on CPU and with own ranks."""
     if assumed is None or not placement.is_shared:
         return None
     found = estimate(config, roles, placement.num_ranks, assumed)
@@ -277,10 +264,9 @@ def _lora(
 ) -> dict[str, Any] | None:
     """Returns what is particular to a run with adapters; None if it has none.
 
-    `sync_bytes` is the size of what a replica of the engine receives at each sync. The other
-    weights are received once: `once_receive_bytes` lists for each rank the bytes from other ranks.
-    `roles` says for each other model whether it uses the policy's frozen weights, and the size of
-    the weights that it has in addition.
+    `sync_bytes` is what a replica of the engine receives at each sync; other weights are received
+    once (`once_receive_bytes` by rank). `roles` says for each other model whether it uses the
+    policy's frozen weights, and how large its other weights are.
     """
     family, shape = roles[0].family, roles[0].shape
     if (lora := family.lora) is None:

@@ -23,14 +23,7 @@ def order_reason(
     is_shared: bool = True,
     has_experts: bool = False,
 ) -> str:
-    """Returns a text that explains the order of the training axes.
-
-    Args:
-        configured, used: Value of `train.order`, and the order that the plan uses.
-        choice: Order that 'auto' would choose; None if all orders send equally many bytes.
-        is_shared: Whether all models and engines share all ranks.
-        has_experts: Whether the policy is a mixture of experts.
-    """
+    """Explains the order of the training axes. `choice` is None if all orders send the same."""
     own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
     if not is_shared:
         return f"{own}; hybridrl optimizes the order only if all models and engines share all ranks"

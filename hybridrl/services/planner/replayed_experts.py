@@ -15,13 +15,9 @@ from hybridrl.rollout.registry import ENGINES
 
 @dataclass(frozen=True)
 class ReplayBytes:
-    """Sizes of the recorded experts, in bytes.
+    """Sizes of recorded experts: of a `token`, of a `step` in host memory, on devices in `train`.
 
-    Args:
-        token: Size of one token's record, over all layers with experts.
-        step: A step's records in a rank's host memory, if responses are as long as possible.
-        train: A micro-batch's records on the device of each rank that trains the policy.
-        rollout: Engine's buffer on the device; 0 unless its KV cache is allocated at the start.
+    `rollout`: the engine's buffer; 0 unless its KV cache is allocated at the start.
     """
 
     token: int

@@ -1,7 +1,6 @@
 """Searches for the layout with the shortest predicted step among those that fit. No torch.
 
-Decides which values to try, and records why each layout is rejected: a rule (divisibility), memory
-or time. Keys that the configuration sets are never changed.
+Records why each layout is rejected: a rule (divisibility), memory or time.
 """
 
 from __future__ import annotations
@@ -60,13 +59,10 @@ class Candidate:
 
 @dataclass
 class Result:
-    """Outcome of a search for the fastest configuration.
+    """Outcome of a search: the fastest fitting candidate of each layout, in order.
 
-    Args:
-        best: Fastest candidate of each layout that fits, ordered by predicted step time.
-        num_refused, refusals: Number of layouts that violate a rule, and an error per rule, by key.
-        num_large: Number of layouts that do not fit even with all memory-saving settings.
-        nearest: Layout that exceeds memory the least, if none fits.
+    `refusals` has an error per violated rule, by key; `num_large` layouts do not fit even with all
+    savings; `nearest` exceeds memory the least.
     """
 
     best: list[Candidate] = field(default_factory=list)

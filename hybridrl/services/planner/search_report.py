@@ -25,11 +25,7 @@ def search_report(
     note: str | None = None,
     adapters: Adapters | None = None,
 ) -> dict[str, Any]:
-    """Returns the result of a search as JSON values.
-
-    `kept` are the keys that the configuration sets. `adapters` is the fastest layout with LoRA
-    adapters, if nothing fits without them.
-    """
+    """Returns a search as JSON values; `kept` are the keys that the configuration sets."""
     best = result.best[:MOST]
     return {
         "seconds": seconds,

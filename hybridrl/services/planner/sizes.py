@@ -1,8 +1,4 @@
-"""Counts the elements of a model on a rank by looking at one layer of each kind. No torch.
-
-A layout of a large mixture of experts has hundreds of thousands of rectangles. Invariant: the
-results equal counts over complete layouts.
-"""
+"""Counts a model's elements on a rank by one layer of each kind, as complete layouts would."""
 
 from __future__ import annotations
 
@@ -26,11 +22,7 @@ KEPT = 4096  # number of cached layouts; a search uses a few hundred
 
 @dataclass(frozen=True)
 class _Thin:
-    """A model's weight table, reduced to one layer of each kind.
-
-    `outside` is the family of everything outside the layers. `kind_of` gives each layer the layer
-    of `layers` that represents it.
-    """
+    """A weight table of one layer of each kind; `kind_of` maps each layer to such a layer."""
 
     outside: Family
     layers: Family
@@ -83,8 +75,7 @@ def shared_elements(
     """Returns the engine elements in the trainer's memory, on the rank that shares the fewest.
 
     A rank trains only its pipeline stage, and tensors are shared only if engine and trainer shard
-    them identically. `tp` and `ep` are of an engine replica; `has_buckets` is as in
-    `stacks_are_even`.
+    them identically. `has_buckets` is as in `stacks_are_even`.
     """
     thin, stages = _thin(family, shape), _without_replicas(layout)
     one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)

@@ -104,11 +104,7 @@ STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of a step's phases, in seconds.
-
-    `scoring`: forward passes of frozen models, and for old log-probabilities and values. `update`:
-    passes of trained models, and optimizer steps. `rest`: rewards and advantages.
-    """
+    """Durations of a step's phases, in seconds; `scoring` is forward passes without updates."""
 
     generation: float
     scoring: float
@@ -127,7 +123,7 @@ class Packs:
     """Micro-batches that one data-parallel replica computes in one update.
 
     A shared prompt's tokens count once per micro-batch. `pairs` are tokens that attend to another,
-    `head_tokens` those for which the head is computed. `tower` is the work of the vision tower.
+    `head_tokens` those for which the head is computed.
     """
 
     num_micro: int
@@ -175,10 +171,7 @@ def giving_back_s(share: float) -> float:
 
 
 def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> float:
-    """Returns the time of an Adam step over a rank's share of the optimizer state.
-
-    A state in host memory is copied in both directions while other pieces are updated.
-    """
+    """Returns the time of an Adam step; host state is copied while pieces are updated."""
     traffic = PIECEWISE_TRAFFIC if level.is_low_precision else ADAM_TRAFFIC
     on_device = num_updated * traffic / (assumed.values["memory_gb_per_s"].value * 1e9)
     if not level.on_host:
@@ -189,11 +182,7 @@ def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> flo
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Predicts the time of passes over micro-batches.
-
-    `head_size` is the number of the head's outputs, `adapter_params` the number of adapter
-    parameters that each token is multiplied with.
-    """
+    """Predicts passes over micro-batches, with `head_size` outputs and a token's adapters."""
 
     shape: ModelShape
     layout: TrainLayout
@@ -266,8 +255,8 @@ class PassTimes:
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _mtp_s(self, found: Packs) -> float:
-        """Returns the time of updates of the layer for multi-token prediction, which is never
-        recomputed. Its head has no weight gradient. The time was not measured.
+        """The layer for multi-token prediction is never recomputed; its head has no weight
+        gradient. Not measured.
         """
         layer = replace(self, shape=mtp_layer(self.shape))
         joined = 2.0 * input_params(self.shape) * found.tokens
@@ -278,9 +267,7 @@ class PassTimes:
         return _beside(gpu_s, host_s)
 
     def _tower_s(self, work: TowerWork) -> float:
-        """Returns the GPU time of the vision tower's forward passes; every rank of the first stage
-        computes all images.
-        """
+        """Every rank of the first stage computes all images."""
         return work.flops / (TOWER_SHARE * self._matrix_rate) + work.traffic / self._memory_rate
 
     def _layers_s(self, found: Packs) -> float:
@@ -375,11 +362,7 @@ def generation_s(
 ) -> float:
     """Predicts the time of generation, in which each decoding step reads weights and cache once.
 
-    Args:
-        num_ranks: Number of ranks with engines.
-        engine_bytes: Size of the engine weights on a rank.
-        max_requests: Requests that a replica decodes concurrently; None for `rollout.max_batch`.
-        adapter_params: Adapter parameters in the engine with which each token is multiplied.
+    `engine_bytes` are a rank's engine weights, `max_requests` a replica's concurrent ones.
     """
     tp, steps = config.rollout.tp, config.steps
     replicas = max(1, num_ranks // tp)

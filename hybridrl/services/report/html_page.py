@@ -1,8 +1,8 @@
 """Writes one HTML page about one or several run folders, as a single file that needs no network.
 
-Rollout texts are untrusted. Invariants: the page contains them as JSON without a "<", and its
-script inserts them as text nodes; the Content-Security-Policy allows only the package's own scripts
-and styles, by their digests, and images within the page; it connects only to its own server.
+Rollout texts are untrusted: the page contains them as JSON without a "<", and its script inserts
+them as text nodes; the Content-Security-Policy allows only the package's own scripts and styles, by
+their digests, images within the page, and connections to its own server.
 """
 
 from __future__ import annotations
@@ -55,14 +55,7 @@ def write_report(
     *other_dirs: str | Path,
     planned_gib: Sequence[Mapping[str, float]] = (),
 ) -> Path:
-    """Writes `report.html` into a run folder and returns its path.
-
-    With other runs to compare, the file is `comparison.html`. `planned_gib` is the memory that
-    `plan` predicts for each phase, for each run.
-
-    Raises:
-        DataError: A folder contains no metrics.
-    """
+    """Writes `report.html`, or `comparison.html` of several runs; DataError without metrics."""
     folders = [Path(run_dir), *map(Path, other_dirs)]
     text = page(page_data(folders, planned_gib))
     path = folders[0] / ("report.html" if len(folders) == 1 else "comparison.html")
@@ -73,11 +66,7 @@ def write_report(
 def page_data(
     folders: Sequence[Path], planned_gib: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
-    """Returns all data that the page shows about these run folders.
-
-    Raises:
-        DataError: A folder contains no metrics.
-    """
+    """Returns all data that the page shows about run folders; DataError without metrics."""
     names = [folder.resolve().name for folder in folders]
     letters = [chr(ord("A") + number) for number in range(26)]
     labels = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=False)]

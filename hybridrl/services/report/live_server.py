@@ -1,9 +1,7 @@
 """Serves the report page on the loopback interface, and follows runs in progress.
 
-A request rereads the run folders if any of their files has changed. Invariants: the server listens
-only on loopback; it answers only requests whose Host is a loopback name, so that another site
-cannot read the page through a domain name that resolves to this machine; it accepts no input except
-the path.
+It answers only requests whose Host is a loopback name, so that another site cannot read the page
+through a domain name that resolves to this machine; it accepts no input except the path.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ FOLLOWED_PATTERNS = ("rollouts/step_*.jsonl", "traces/*.phases.json")
 
 
 class LiveReport:
-    """Response bodies of the server, computed once for each state of the folders.
-
-    Raises:
-        DataError: A folder contains no metrics.
-    """
+    """Response bodies, computed once for each state of the folders; DataError without metrics."""
 
     def __init__(
         self, folders: Sequence[Path], planned_gib: Sequence[Mapping[str, float]] = ()
@@ -64,11 +58,7 @@ class LiveReport:
 
 
 def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
-    """Returns a server for the page, listening on a loopback port; 0 for any free port.
-
-    Raises:
-        UserError: The server cannot listen on the port.
-    """
+    """Returns a server on a loopback port, 0 for any; UserError if it cannot listen there."""
 
     class Handler(_Handler):
         live = report

@@ -1,8 +1,4 @@
-"""Reads the data that the report page shows about a run, as plain JSON values.
-
-Omits data that the run did not record. To limit the size of the page, includes at most MOST_SAMPLES
-samples, from evenly spaced dumps.
-"""
+"""Reads the data that the report page shows about a run, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -41,7 +37,6 @@ class RunData:
         images: Small copies of the samples' images as data URIs, by name.
         dumps: Total number of dumps, including those that are not shown.
         timelines: Phases of each rank in traced steps (loop/trace.py).
-        planned_gib: Memory that `plan` predicts for each phase.
     """
 
     label: str
@@ -77,11 +72,7 @@ class RunData:
 
 
 def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None = None) -> RunData:
-    """Reads a run folder.
-
-    Raises:
-        DataError: The folder contains no metrics.
-    """
+    """Reads a run folder; DataError if it contains no metrics."""
     metrics = folder / "metrics.jsonl"
     records = read_records(metrics) if os.path.exists(metrics) else []
     if not records:
@@ -194,11 +185,7 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
 
 
 def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the images of samples as data URIs, by name, up to MOST_IMAGE_BYTES.
-
-    Each dump has an equal share, and passes on what it does not need. The newest dump comes first,
-    so an image that several dumps share counts for the newest.
-    """
+    """Each dump, the newest first, has an equal share of the bytes, and passes on the rest."""
     found: dict[str, str] = {}
     room, dumps = MOST_IMAGE_BYTES, _names_by_step(samples)
     for number, step in enumerate(sorted(dumps, reverse=True)):
@@ -225,10 +212,7 @@ def _names_by_step(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]
 
 
 def _read_small(file: Path, most: int) -> bytes | None:
-    """Returns a regular file's content; None if it has more than `most` bytes or cannot be read.
-
-    The folder may be of another run or another user, so the file may be a pipe, or endless.
-    """
+    """Returns a regular file's content; None for more than `most` bytes, or another's pipe."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             return None

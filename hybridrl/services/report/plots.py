@@ -1,8 +1,4 @@
-"""Defines the figures on the report page: their metrics, titles and order.
-
-A table lists the fixed figures; others depend on which metrics the runs recorded (layers, loss
-terms, reward parts, environments).
-"""
+"""Defines the figures on the report page: their metrics, titles and order."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ class Plot:
         is_log: Whether the vertical axis is initially logarithmic; the reader can change this.
         needs_others_than_zero: Whether the figure is omitted if all values are 0.
         kind: "lines", or "stack" for stacked areas, with one figure for each run.
-        errors: For some metrics, the metric that contains their standard errors.
-        levels: Name of a set of horizontal lines that each run's data provide
-            (`RunData.planned_gib`).
+        levels: Name of a set of horizontal lines of each run (`RunData.planned_gib`).
         whole: Metric with a stack's total; the difference from its parts is shown as "rest".
     """
 

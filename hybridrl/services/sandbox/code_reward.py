@@ -1,8 +1,8 @@
 """Reward for responses that are programs: runs each against tests in a sandbox. No torch.
 
-contain.py isolates the program in a separate process without network access, with limits on time,
-memory, files and processes. A program that fails, hangs or reaches a limit scores 0; a reached
-limit is counted as `limits`. A failure of the sandbox itself counts as a failure of the scorer.
+contain.py isolates the program in a process without network access, with limits on time, memory,
+files and processes. A program that fails, hangs or reaches a limit (counted as `limits`) scores 0.
+A failure of the sandbox itself counts as a failure of the scorer.
 """
 
 from __future__ import annotations
@@ -123,10 +123,7 @@ class Code:
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a score from 0 to 1, with a note.
-
-        The note is `limits` if a run reached a limit, or `unjudged` if failed tests use something
-        that the judge does not support.
+        """Returns a score from 0 to 1, with the note `limits` or `unjudged` (by the judge) if any.
 
         Raises:
             DataError: The row has no tests.
@@ -173,12 +170,8 @@ def run_program(
 ) -> RunResult:
     """Runs a Python program in the sandbox, alone or against tests.
 
-    Args:
-        given: Text for standard input.
-        limits: `time_s`, `memory_mib`, `disk_mib` and `processes`.
-        tests: Assert statements that use names of the program; `code` in the result is then their
-            verdict.
-        readable: Further readable paths (see `Code`).
+    `given` is the standard input; `limits` are `time_s`, `memory_mib`, `disk_mib` and `processes`.
+    With asserts in `tests`, `code` of the result is their verdict. `readable` is as in `Code`.
 
     Raises:
         SandboxError: The program could not be isolated, and did not run.
@@ -236,10 +229,7 @@ def _is_limited(code: int, error: str) -> bool:
 
 @functools.cache
 def _code_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder with compiled copies of the modules that run in the sandbox.
-
-    The sandbox cannot write compiled files, and the package may not be readable inside.
-    """
+    """Returns a folder with compiled modules, because the sandbox may not see the package."""
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
     os.chmod(folder.name, 0o755)  # if the trainer is root, the program runs as another user
     package = Path(folder.name, "hybridrl")

@@ -115,10 +115,7 @@ def _start(
 ) -> int:
     """Starts a role as process 1 of a new namespace. Returns the id of the process that waits.
 
-    Args:
-        own, others: File descriptors of this role and of the other role, which are closed, because
-            the other role sees no end of file while they are open here.
-        with_proc: Whether to mount /proc for the namespace.
+    Both close the descriptors of the `others`, which sees no end of file while they are open.
     """
     waiting = os.fork()
     if waiting:

@@ -128,11 +128,7 @@ class Judge(Peer):
             raise RuntimeError("the program raised StopIteration") from error
 
     def name(self, name: str) -> Any:
-        """Returns the value of a name in the program.
-
-        Raises:
-            AttributeError: The program has no such name.
-        """
+        """Returns the value of a name in the program; AttributeError if there is none."""
         found = self.ask(Name("builtins", "getattr"), PROGRAM, name)
         if isinstance(found, Mirror):
             number, is_class_name = self._numbers[id(found)], name[:1].isupper()

@@ -51,10 +51,7 @@ METHODS = ("__call__", "__enter__", "__exit__")
 
 
 class Peer:
-    """One end of the connection: sends calls, and answers calls while it waits for a result.
-
-    `source` and `target` are file descriptors of the pipes from and to the other end.
-    """
+    """One end of the connection: sends calls, and answers calls while it waits for a result."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source, self._target = os.fdopen(source, "rb"), os.fdopen(target, "wb")
@@ -95,11 +92,7 @@ class Peer:
         raise NotImplementedError
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function on the other side. Raises the exception that the function raises.
-
-        Raises:
-            CannotCrossError: An argument cannot be sent.
-        """
+        """Calls a function on the other side; raises its exception, or CannotCrossError."""
         with self._lock:
             encoder = Encoder(self, [])
             request = {

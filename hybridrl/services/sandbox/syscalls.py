@@ -73,13 +73,9 @@ FAILING = {
 
 
 class Rule(NamedTuple):
-    """A system call that is allowed only with certain argument values.
+    """A call that is allowed only with some values (lower 32 bits), by argument index.
 
-    Args:
-        call: Name of the call.
-        values: Allowed values by argument index; only the lower 32 bits are compared.
-        otherwise: Error returned for all other values.
-        no_op: Values of the argument for which the call does nothing and reports success.
+    Others fail with `otherwise`; with `no_op` the call does nothing and reports success.
     """
 
     call: str

@@ -30,8 +30,8 @@ print(json.dumps([sys.path, prefixes, [sys.executable, sys._base_executable], so
 def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
     """Returns the paths that a sandboxed program can read, including `more`.
 
-    `real` lists paths without symbolic links, none of which is inside another. `links` maps
-    symbolic links on these paths to their targets. `path` is the interpreter's sys.path.
+    `real` lists paths without symbolic links, none inside another; `links` maps links on these
+    paths to their targets; `path` is the interpreter's sys.path.
     """
     command = [sys.executable, "-I", "-c", QUERY]
     answer = subprocess.run(command, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
