@@ -1,10 +1,10 @@
 """One copy of the training state that a rank is writing to host memory.
 
 Who waits for whom: `BegunCopy.begin` is collective and copies all tensors to the host. Then a
-thread on every rank writes, sends and receives files. These threads wait for each other in
-collectives of a separate process group. A thread that fails notifies the other threads or closes
-its connections, so that all threads end. The copy becomes valid when its manifest exists, which
-rank 0 writes after `BegunCopy.seal`.
+thread on every rank writes, sends and receives files. The threads wait for each other in
+collectives of a separate process group. One that fails notifies the others or closes its
+connections, so that all end. The copy becomes valid when its manifest exists, which rank 0 writes
+after `seal`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class BegunCopy:
     Args:
         folder: Folder of the copy on this host.
         world, group, ring: All ranks, the process group of the threads, and the ring of hosts.
-        content: Content of the copy.
 
     Attributes:
         step: Number of finished steps.
@@ -95,32 +94,23 @@ class BegunCopy:
 
     @property
     def names(self) -> list[str]:
-        """Names of this rank's files with sharded tensors."""
         return [f"{name}/{file}" for name, begun in self._begun.items() for file in begun.names]
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread is still running."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the thread that writes the files."""
         self._thread.start()
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Allows the copy to become valid."""
         if not self._may_end.is_set():
             self._state["evaluations"] = dict(evaluations)
             self.is_sealed = True
             self._may_end.set()
 
     def wait(self) -> None:
-        """Waits for the thread if the copy is sealed. Otherwise returns, because the thread is
-        waiting for `end`.
-
-        Raises:
-            PeerError: A rank has failed that the thread may be waiting for.
-        """
+        """Waits for the thread unless it waits for `end`; PeerError if a rank has failed."""
         if self.is_sealed:
             self._join()
 
@@ -137,7 +127,6 @@ class BegunCopy:
                 self._world.check()
 
     def _work(self) -> None:
-        """Runs in the thread: writes, sends and receives files."""
         begun = time.monotonic()
         try:
             waited_s = self._write_and_send()
@@ -148,7 +137,7 @@ class BegunCopy:
         self.busy_s = time.monotonic() - begun - waited_s
 
     def _write_and_send(self) -> float:
-        """Writes and exchanges the files. Returns how many seconds the thread waited for `seal`."""
+        """Writes and exchanges files. Returns how many seconds the thread waited for `seal`."""
         entries, results, failure = self._write_own()
         found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
         dist.gather_object((entries, results), found, 0, self._group)
@@ -173,21 +162,18 @@ class BegunCopy:
         return waited_s
 
     def _exchange(self, names: Sequence[str], failure: Exception | None = None) -> Exception | None:
-        """Sends this rank's files to the next host and receives files; see `HostRing.exchange`."""
+        """Sends files to the next host and receives files; see `HostRing.exchange`."""
         failure, received = self._ring.exchange(self._folder, names, failure)
         self.sizes |= received
         return failure
 
     def _gone(self) -> Exception | None:
-        """Returns an error if a file of the copy no longer exists, otherwise None."""
         gone = [file for file, size in self.sizes.items() if not has_size(file, size)]
         what = "the file no longer exists"
         return FileNotFoundError(errno.ENOENT, what, str(gone[0])) if gone else None
 
     def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
-        """Writes this rank's files. Returns the manifest entries of the files, the index data of
-        each model, and the error if writing failed.
-        """
+        """Writes this rank's files; returns manifest entries, models' index data, and an error."""
         entries: dict[str, FileEntry] = {}
         results: dict[str, Any] = {}
         try:
@@ -203,9 +189,7 @@ class BegunCopy:
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
-        """Writes the files that only rank 0 writes, the manifest last. Returns the names of the
-        files.
-        """
+        """Writes rank 0's other files, the manifest last. Returns their names."""
         folder, content = self._folder, self._content
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])
@@ -246,7 +230,6 @@ class FailedElsewhereError(RuntimeError):
 
 
 def has_size(file: Path, size: int) -> bool:
-    """Whether a file exists and has this size in bytes."""
     try:
         return file.stat().st_size == size
     except OSError:

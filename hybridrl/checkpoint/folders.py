@@ -1,9 +1,8 @@
-"""Finds checkpoint folders, and checks whether a checkpoint is complete and undamaged.
+"""Finds checkpoint folders, and checks whether a checkpoint is complete and undamaged. No torch.
 
-Does not import torch, so that the command line can reject a damaged checkpoint before any rank
-starts. The newest checkpoint in a run folder is the one that was written last, not the one with the
-most steps: after a user has loaded step 10 and continued to train, the old checkpoints of steps 20
-and 30 are no longer part of the run's history.
+The newest checkpoint in a run folder is the one that was written last, not the one with the most
+steps: after a user has loaded step 10 and continued to train, the old checkpoints of steps 20 and
+30 are no longer part of the run's history.
 """
 
 from __future__ import annotations
@@ -125,11 +124,8 @@ class Checkpoint:
         return None if step is None else Ancestor(step=step, order=self.manifest.order)
 
     def check(self) -> SavedState:
-        """Checks all file sizes, verifies the HF files and the state, and returns the state.
-
-        Raises:
-            CheckpointError: A file is missing, truncated, damaged or malformed; the error names the
-                file.
+        """Checks all file sizes, verifies the HF files and the state, and returns the state. Raises
+        CheckpointError that names the file that is missing, truncated, damaged or malformed.
         """
         check_sizes(self.folder, self.manifest)
         for name in self.manifest.files:
@@ -153,12 +149,8 @@ class Checkpoint:
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the checkpoint folders under `root` by step, in ascending order.
-
-    A `.replaced` folder is included only if the folder without the suffix is missing.
-
-    Raises:
-        CheckpointError: There is a file where a checkpoint folder or `root` should be.
+    """Returns the checkpoint folders under `root` by step, ascending; CheckpointError for a file in
+    place of a folder. A `.replaced` folder counts only if the folder without the suffix is missing.
     """
     if not root.is_dir():
         if root.exists():
@@ -178,10 +170,7 @@ def step_folders(root: Path) -> dict[int, Path]:
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """Returns the newest checkpoint under `root`, or None if there is none.
-
-    An unreadable one is ranked by its step; opening it reports the damage.
-    """
+    """Returns the newest checkpoint under `root`; an unreadable one is ranked by its step."""
     return next(newest_first(root), None)
 
 
@@ -219,11 +208,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
-    """Opens and checks a checkpoint, or the newest checkpoint of a run folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it is damaged. The error names the newest
-            undamaged checkpoint.
+    """Opens and checks a checkpoint, or the newest checkpoint of a run folder. Raises
+    CheckpointError, which names the newest undamaged checkpoint.
     """
     folder = find_checkpoint(path)
     try:
@@ -234,9 +220,8 @@ def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
 
 
 def check_family(named: str, allowed: str | None, folder: Path) -> None:
-    """Raises CheckpointError if a checkpoint refers to code that the user has not allowed.
-
-    Loading a family `package.module:FAMILY` imports the module, which could run untrusted code.
+    """Raises CheckpointError if a checkpoint refers to code that the user has not allowed: loading
+    a family `package.module:FAMILY` imports the module, which could run untrusted code.
     """
     if ":" in named and named != allowed:
         raise CheckpointError(
@@ -251,8 +236,7 @@ def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
     """Returns the newest checkpoint, except one, in which all files pass verification, or None.
-
-    `notify` receives a line before each checkpoint is read, which can be slow.
+    `notify` receives a line before each is read, which can be slow.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:

@@ -1,8 +1,7 @@
 """Stores an fp32 master weight as a bf16 weight and a 16-bit remainder, without loss.
 
-The bf16 weight is the master rounded to the nearest bf16 number, with ties away from zero. The
-remainder is the difference of the two bit patterns. transformer-engine's FusedAdam uses the same
-encoding (`store_param_remainders`).
+The bf16 weight is the master rounded to nearest, with ties away from zero. The remainder is the
+difference of the two bit patterns, as in transformer-engine's FusedAdam (`store_param_remainders`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ def split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def remainder_of(master: Tensor, weight: Tensor) -> Tensor:
-    """Returns the remainders, int16, of fp32 masters whose bf16 weights are already rounded.
-
-    If a master was exactly between two bf16 numbers and was rounded down, its remainder does not
-    fit into 16 bits. The master then loses its last bit.
+    """Returns the remainders, int16, of fp32 masters whose bf16 weights are already rounded. A
+    master between two bf16 numbers that was rounded down loses its last bit, because its remainder
+    does not fit.
     """
     rounded = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return (master.view(torch.int32) - rounded).clamp_(-HALF, HALF - 1).to(torch.int16)

@@ -1,9 +1,8 @@
 """Copies tensors to host memory, so that a checkpoint can be written while training continues.
 
 Memory for tensors from a GPU is page-locked, so that copying uses the full bandwidth of the link.
-It is kept between checkpoints, because locking pages takes longer than copying, and can be reserved
-in advance. Invariant: a copy does not change between two checkpoints, because all its readers
-finish before the next checkpoint begins.
+It is kept between checkpoints, because locking pages takes longer than copying. Invariant: a copy
+does not change until all its readers finish, before the next checkpoint begins.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ def locked_memory(num_bytes: int) -> torch.Tensor:
 
 
 class Segments:
-    """Places tensors one after another in large segments of memory, which `make` allocates.
-
-    torch rounds allocations of page-locked memory up to powers of two: a single tensor of 272 MB
-    would occupy 512 MiB.
+    """Places tensors one after another in large segments of memory, which `make` allocates. torch
+    rounds page-locked memory up to powers of two: a tensor of 272 MB would occupy 512 MiB.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
@@ -44,7 +41,6 @@ class Segments:
         ] = []  # segments, and the offset of their free space
 
     def add(self, segment: torch.Tensor) -> None:
-        """Adds a segment in which tensors can be placed; uint8."""
         self._free.append((segment, 0))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -74,10 +70,8 @@ class HostCopies:
         self._has_reserved = False  # whether the reserved memory is in the segments
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
-        """Starts to allocate page-locked memory in the background, at the first call.
-
-        Allocates nothing if this host's `num_ranks`, which must all call this method, together
-        would use more than half of the host's free memory.
+        """Starts, at the first call, to allocate page-locked memory in the background, unless this
+        host's `num_ranks`, which must all call, would use more than half of its free memory.
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
             return
@@ -89,7 +83,6 @@ class HostCopies:
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Starts to copy a tensor, uniquely named, to the host; `finish` before reading the copy.
-
         The storage of the copy is exactly as large as the tensor.
         """
         if not tensor.is_cuda and self._is_allocated(tensor):
@@ -100,8 +93,7 @@ class HostCopies:
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
         """Returns a function from an optimizer's number to an Allocator for its saved states.
-
-        Memory for states from a GPU is page-locked, and `take` does not copy what is in it.
+        `take` does not copy what is in this memory.
         """
 
         def allocate(
@@ -153,7 +145,6 @@ class HostCopies:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of host memory that `reserve` has allocated so far."""
         return 0 if self._reserved is None else self._reserved.num_taken
 
     def finish(self) -> None:

@@ -21,7 +21,6 @@ def available_bytes() -> int:
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Yields the free bytes in each of this process's control groups that has a limit."""
     with suppress(OSError):  # not Linux
         for line in OWN_GROUPS.read_text().splitlines():
             number, _, name = line.split(":", 2)

@@ -1,9 +1,9 @@
 """Reads and writes the manifest of a checkpoint: its files with sizes and digests. No torch.
 
-Each file in `manifest.json`, whose digest is in `manifest.xxh3`, is listed with its size and its
-pieces, which are byte ranges with an XXH3 digest. A sharded file has one piece per tensor, so that
-a rank verifies exactly what it reads; every other file has one piece. Digests detect damage, but do
-not prove who wrote a file.
+`manifest.json`, whose digest is in `manifest.xxh3`, lists each file with its size and its pieces,
+byte ranges with an XXH3 digest. A sharded file has one piece per tensor, so that a rank verifies
+exactly what it reads; every other file has one. Digests detect damage, but do not prove who wrote a
+file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class Manifest(_Part):
         return any(entry.pieces for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest and its digest."""
         # Earlier versions of hybridrl reject unknown keys.
         left_out = {"unfinished"} if self.unfinished is None else set[str]()
         found = self.model_dump(mode="json", exclude=left_out)
@@ -107,10 +106,8 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Reads and verifies the manifest of a checkpoint. Returns it with its digest.
-
-    Raises:
-        CheckpointError: The manifest is missing, damaged or malformed.
+    """Reads and verifies the manifest of a checkpoint, and returns it with its digest. Raises
+    CheckpointError if it is missing, damaged or malformed.
     """
     file = folder / MANIFEST
     content = _read(file)
@@ -153,10 +150,7 @@ def _of_format_1(file: Path, content: bytes) -> Manifest:
 
 
 class DigestingFile:
-    """Writes an empty file from start to end, with digests of its pieces, for torch.save.
-
-    The file should be unbuffered.
-    """
+    """Writes an empty, preferably unbuffered file from start to end, with pieces' digests."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._size, self._begin = file, 0, 0
@@ -195,11 +189,9 @@ class DigestingFile:
         return FileEntry(bytes=self._size, pieces=self._pieces)
 
     def tell(self) -> int:
-        """Returns the offset of the next byte."""
         return self._size
 
     def flush(self) -> None:
-        """Flushes the file's buffer to the operating system."""
         self._file.flush()
 
 
@@ -248,7 +240,6 @@ class MemoryRoom:
         self._content = content
 
     def next_block(self, start: int) -> memoryview:
-        """Returns memory for the bytes from `start` on."""
         return self._content[start : start + READ_BYTES]
 
     def filled(self, start: int, num_bytes: int) -> None:
@@ -345,12 +336,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def verify_all(
     folder: Path, manifest: Manifest, notify: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Reads and verifies every byte of a checkpoint.
-
-    `notify` receives a line about each file before it is read.
-
-    Raises:
-        CheckpointError: A file is missing or damaged; the error names the first one.
+    """Reads and verifies every byte of a checkpoint. Raises CheckpointError, which names the first
+    bad file. `notify` receives a line about each file before it is read.
     """
     check_sizes(folder, manifest)
     for name, entry in manifest.files.items():
@@ -359,7 +346,6 @@ def verify_all(
 
 
 def verify_file(file: Path, entry: FileEntry, num_threads: int) -> None:
-    """Verifies all pieces of a file. Raises CheckpointError if one is damaged."""
     verify_files([(file, entry)], num_threads)
 
 
@@ -392,7 +378,6 @@ def damaged(file: Path, found: str, allowed: str) -> CheckpointError:
 
 
 def digest_of(content: bytes) -> str:
-    """Returns the XXH3 digest as 16 hexadecimal digits."""
     return xxhash.xxh3_64(content).hexdigest()
 
 

@@ -1,9 +1,8 @@
 """Keeps copies of the training state in host memory, to continue from after a rank has failed.
 
-A copy consists of the files of a checkpoint (store.py), stored in memory. Hosts form a ring. Each
-host stores the files of its ranks and of the previous host, so that the failure of one host
-loses no file. A run that is restarted loads the newest copy like any other checkpoint, in any
-layout (restored_copies.py).
+A copy consists of the files of a checkpoint (store.py), stored in memory. Hosts form a ring; each
+stores the files of its ranks and of the previous host, so that the failure of one host loses no
+file. A restarted run loads the newest copy like any other checkpoint, in any layout.
 
 Who waits for whom: `take` is collective and copies all tensors to the host. Then training
 continues, while threads write the files (begun_copy.py). A copy becomes valid after `seal`, which
@@ -59,7 +58,6 @@ class _KeptCopy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files in `sizes` still exist with the recorded sizes."""
         return all(has_size(file, size) for file, size in self.sizes.items())
 
 
@@ -67,8 +65,8 @@ class MemoryCopies:
     """Creates, keeps and restores the copies of one run.
 
     Attributes:
-        is_off: Whether copies are turned off, because memory is too small or because MAX_FAILED
-            copies in a row have failed.
+        is_off: Whether copies are turned off, because memory is too small or MAX_FAILED in a row
+            failed.
         busy_s: Seconds that this rank's thread spent working on the last copy.
         lineage: Lineage of the copy that `restore` returned, without checkpoints that do not exist.
     """
@@ -100,9 +98,8 @@ class MemoryCopies:
 
     def start(self, step: int, num_bytes: int) -> bool:
         """Removes earlier starts' copies, but for that of `step`, until the next is complete.
-
-        Collective. `num_bytes` is the approximate size of this rank's part. Returns whether this
-        host has enough memory for copies of this size in addition to checkpoints.
+        Collective. Returns whether this host has memory for copies, of `num_bytes` for this rank,
+        besides checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -125,10 +122,9 @@ class MemoryCopies:
         return has_room
 
     def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
-        """Begins to copy the state after a step; whether a copy was begun. Collective.
-
-        Without `waits`, none is begun while the previous one is being written. This rank has
-        `reserved` bytes of host memory for checkpoints.
+        """Begins to copy the state after a step; whether a copy was begun. Collective. Without
+        `waits`, none is begun while the previous one is written. Checkpoints have `reserved` bytes
+        on this rank.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -150,9 +146,8 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares the folder for the next copy; returns whether all hosts succeeded. Collective.
-
-        Reuses the older copy's folder, or that of the newest copy if it lost files.
+        """Prepares the next copy's folder, that of the older copy, or of the newest if it lost
+        files; returns whether all hosts succeeded. Collective.
         """
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
@@ -208,9 +203,8 @@ class MemoryCopies:
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Whether the copy succeeded on all ranks; if not, reports why. Collective.
-
-        Turns copies off if the next one would fail too.
+        """Whether the copy succeeded on all ranks; if not, reports why, and turns copies off if the
+        next one would fail too. Collective.
         """
         own = None
         if failure is not None:
@@ -255,7 +249,6 @@ class MemoryCopies:
         return [rank for i in kept for rank in self._hosts[i]]
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
-        """Returns the bytes of copies on this host, given the size of each rank's part."""
         missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
@@ -285,8 +278,7 @@ class MemoryCopies:
 
     def restore(self, root: Path) -> Path | None:
         """Returns the folder of the newest copy if it is newer than all checkpoints, or None.
-
-        Several hosts first write the copy to the run's `checkpoints` folder, `root`. Collective.
+        Several hosts first write it to the run's `checkpoints` folder, `root`. Collective.
         """
         found = restored_copy(
             self._number, root, self._world, len(self._hosts), self._num_threads, self._notify

@@ -2,7 +2,7 @@
 
 `/dev/shm/hybridrl-UID/RUN/step_N` on each host contains some of the files of a checkpoint, which
 outlive the processes, but not the host. RUN is an identifier in the run folder (`copies_id`), so a
-run folder that was deleted and created again does not find the old copies. Does not import torch.
+run folder that was deleted and created again does not find the old copies. No torch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ SHARDED = ".distcp"  # file name suffix that torch uses for sharded tensors
 
 @dataclass(frozen=True)
 class HostFiles:
-    """Files that one host stores for the copies of a run.
-
-    `sizes` has the bytes of each file by step and path, `manifests` those readable, by step.
-    """
+    """A run's files on one host: bytes by step and path, and readable manifests by step."""
 
     ranks: Sequence[int]
     sizes: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
@@ -50,10 +47,8 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the identifier of a run folder, which is created if there is none.
-
-    Raises:
-        OSError: The identifier's file cannot be read. With a new one, copies would be lost.
+    """Returns the identifier of a run folder, which is created if there is none. Raises OSError if
+    its file cannot be read: with a new one, copies would be lost.
     """
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
@@ -69,15 +64,12 @@ def run_id(run_folder: Path) -> str:
 
 
 def host_folder(number: str) -> Path:
-    """Returns the folder for the copies of a run on this host."""
     return MEMORY / f"hybridrl-{os.getuid()}" / number
 
 
 def make_host_folder(run_folder: Path, number: str) -> None:
-    """Creates the folder for a run's copies; removes those of runs that no longer exist.
-
-    Raises:
-        OSError: There is no memory file system, or the folder belongs to another user.
+    """Creates the folder for a run's copies; removes those of runs that no longer exist. Raises
+    OSError if there is no memory file system, or the folder belongs to another user.
     """
     folder = host_folder(number)
     if not MEMORY.is_dir():
@@ -104,10 +96,9 @@ def _remove_orphans(root: Path) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether it is certain that the run that a file OF_RUN names no longer exists.
-
-    The run folder is then missing or was created again, although its parent is readable and on the
-    same file system as before. A file system may also be unavailable for a time, or not mounted.
+    """Whether it is certain that the run that a file OF_RUN names no longer exists. Its folder is
+    missing or was created again, although its parent is readable and on the same file system as
+    before; a file system may also be unavailable for a time, or not mounted.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
@@ -170,7 +161,6 @@ def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str
 
 
 def keep_files(folder: Path, is_kept: Callable[[Path], bool]) -> None:
-    """Removes all files under a folder for which `is_kept` returns false."""
     for path in list(folder.rglob("*")):
         if not path.is_dir() and not is_kept(path):
             path.unlink()
@@ -201,14 +191,12 @@ def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
 def usable(
     hosts: Sequence[HostFiles], newest: Ancestor | None
 ) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
-    """Yields the copies from which the run can continue, newest first.
+    """Yields the copies from which the run can continue, newest first: the step, the manifest and,
+    for each file, the rank that writes it to disk.
 
-    Each result contains the step, the manifest and, for each file, the rank that writes it to disk.
-
-    A copy is usable only if it is newer than the newest checkpoint, which is in its history. The
-    history lacks it if the user went back to an earlier checkpoint or removed checkpoints. A
-    checkpoint that was being written when the copy was taken may be missing, because ranks failed
-    before it was complete; the yielded manifest then omits it.
+    A copy must be newer than the newest checkpoint, which is in its history, unless the user went
+    back to an earlier checkpoint or removed some. A checkpoint that was being written when the copy
+    was taken may be missing, because ranks failed; the yielded manifest then omits it.
     """
     manifests = {step: found for host in hosts for step, found in host.manifests.items()}
     for step in sorted(manifests, reverse=True):
@@ -239,11 +227,9 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns the bytes of host memory that the copies of checkpoints may use.
-
-    At most half of the free memory, because checkpoints and file reads also need some, and at most
-    the free space in the memory file system. Checkpoints have allocated `reserved` bytes; if
-    negative, they have yet to allocate these.
+    """Returns the bytes of host memory that copies may use: at most half of what is free, because
+    checkpoints and file reads also need some, and the free space of the memory file system.
+    Checkpoints have allocated `reserved` bytes; if negative, they have yet to allocate these.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

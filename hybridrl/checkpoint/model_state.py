@@ -48,58 +48,41 @@ EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
 class Saved(Protocol):
-    """A model on the ranks of a mesh, with its weights and, if it is trained, its optimizer."""
+    """A model on the ranks of a mesh, with its weights and, if trained, its optimizer
+    (ParallelModel). `base` is what `lora` adapts. Training passes over tensors of `passed_over`.
+    """
 
     @property
-    def mesh(self) -> Mesh:
-        """Ranks that have a part of the model."""
-        ...
+    def mesh(self) -> Mesh: ...
 
     @property
-    def chunks(self) -> list[torch.nn.Module]:
-        """Megatron's modules, one per pipeline chunk on this rank; empty outside the mesh."""
-        ...
+    def chunks(self) -> list[torch.nn.Module]: ...
 
     @property
-    def optimizer(self) -> Any:
-        """Megatron's optimizer; None if the model is not trained."""
-        ...
+    def optimizer(self) -> Any: ...
 
     @property
-    def frozen_parts(self) -> Sequence[str]:
-        """Frozen parts of a trained model (`train.freeze`)."""
-        ...
+    def frozen_parts(self) -> Sequence[str]: ...
 
     @property
-    def lora(self) -> Lora | None:
-        """Settings of the model's LoRA adapters; None if it has none."""
-        ...
+    def lora(self) -> Lora | None: ...
 
     @property
-    def base(self) -> BaseReference | None:
-        """Model that the adapters adapt; None if there are none."""
-        ...
+    def base(self) -> BaseReference | None: ...
 
     @property
-    def passed_over(self) -> BaseReference | None:
-        """Model with tensors that training passes over; None if there are none."""
-        ...
+    def passed_over(self) -> BaseReference | None: ...
 
     @property
-    def trains_mtp(self) -> bool:
-        """Whether the layer for multi-token prediction is part of the model."""
-        ...
+    def trains_mtp(self) -> bool: ...
 
 
 def load_model(
     checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print
 ) -> None:
     """Loads a part of a checkpoint, `policy` or `critic`, into a model and its optimizer, if any.
-
-    The model has the same shapes as the saved model, in any layout.
-
-    Raises:
-        CheckpointError: The part is damaged or missing, or belongs to a different model.
+    The shapes must be equal; the layout may differ. Raises CheckpointError if the part is damaged
+    or missing, or belongs to a different model.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
     if f"{part}/{INDEX}" not in manifest.files:
@@ -137,10 +120,9 @@ def load_model(
 
 
 def _adopt_learning_rates(optimizers: Sequence[Any], loaded: Mapping[Any, Any]) -> None:
-    """Replaces the saved bounds of the learning rate with those of the configuration.
-
-    Megatron-Core 0.19 uses these bounds, among other values, to find the saved state of a parameter
-    group. In a run that goes on with another learning rate, it would find none.
+    """Replaces the saved bounds of the learning rate with those of the configuration. Megatron-Core
+    0.19 finds the saved state of a parameter group by these bounds, among other values, and would
+    find none after a change.
     """
     parts = [loaded] if len(optimizers) == 1 else [loaded[i] for i in range(len(optimizers))]
     for optimizer, part in zip(optimizers, parts, strict=True):
@@ -187,9 +169,8 @@ def sharded_state(
     allocators: Callable[[int], Allocator] | None = None,
     stored: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the state dictionary that Megatron saves or fills; empty outside the mesh.
-
-    Collective over the mesh, which must be active. See `own_shares` for `allocators`, `stored`.
+    """Returns the state dictionary that Megatron saves or fills; empty outside the mesh. Collective
+    over the mesh, which must be active. See `own_shares` for `allocators`, `stored`.
     """
     if not model.mesh.is_member:
         return {}
@@ -257,10 +238,9 @@ def saved_bytes(model: Saved) -> int:
 
 
 def _separate_storages(state: dict[str, Any]) -> None:
-    """Gives each tensor in numpy's memory a separate storage of its size, without copying.
-
-    The writer clones views of shared storages, such as the two halves of a feed-forward layer. It
-    still clones parameters on a CPU: their storages must be resizable, which numpy prevents.
+    """Gives each tensor in numpy's memory a separate storage of its size, without copying. The
+    writer clones views of shared storages, and parameters on a CPU, whose storages must be
+    resizable.
     """
     apply_factories(state)
     for part in nested_values(state):
@@ -274,7 +254,6 @@ def _separate_storages(state: dict[str, Any]) -> None:
 def _saved_weights(
     model: Saved, chunk: torch.nn.Module, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the part of a chunk's state that checkpoints contain."""
     found = _only_weights(state)
     if model.lora is None:
         return found
@@ -288,9 +267,8 @@ def _trained_names(chunk: torch.nn.Module) -> set[str]:
 
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a chunk's state without layers' extra state, FP8 scales, empty for 16-bit weights.
-
-    Megatron renames norms, so torch layers and transformer-engine layers then have the same keys
-    and load each other's checkpoints.
+    Layers of torch and transformer-engine then have the same keys and load each other's
+    checkpoints.
     """
     return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
 
@@ -330,10 +308,8 @@ def _make_states(optimizer: Any) -> None:
 
 
 def _separate_step_counts(optimizer: Any) -> None:
-    """Gives every parameter a separate step count again.
-
-    For torch's Adam, megatron-core 0.16.1 loads a single tensor as the step count of all
-    parameters. Each optimizer step would then increase the count once per parameter.
+    """Gives every parameter a separate step count again: for torch's Adam, megatron-core 0.16.1
+    loads a single tensor for all, which each optimizer step would increase once per parameter.
     """
     for inner in optimizer.chained_optimizers:
         for state in inner.optimizer.state.values():

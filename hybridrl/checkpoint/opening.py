@@ -28,14 +28,9 @@ POLL_S = 0.5
 def open_on_all_ranks(
     path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
-    """Opens on every rank the checkpoint that rank 0 finds at `path`, complete.
-
-    Only the state on rank 0 contains rollouts, because those of a large job do not fit into the
-    memory of every rank.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or a rank sees a different checkpoint. Raised on
-            all ranks.
+    """Opens on every rank the checkpoint that rank 0 finds at `path`, complete. Only rank 0's state
+    contains rollouts, which may not fit into the memory of every rank. Raises CheckpointError on
+    all ranks if the checkpoint is damaged, or if ranks see different ones.
     """
     with world.all_agree("finding the checkpoint") as agreement:
         found = find_checkpoint(path) if world.rank == 0 else None
@@ -93,14 +88,9 @@ def damage_is_told(
 ) -> Iterator[Agreement]:
     """Raises, for a block that reads a checkpoint, the same error on all ranks.
 
-    It names the newest undamaged checkpoint in the folder, unless the checkpoint is undamaged and
-    belongs to another model. The block must not contain collectives,
-    unless one that fails on one rank ends on all.
-
-    Args:
-        what: Description of the block, shown in errors.
-        folder: Checkpoint that is read.
-        is_unbounded: See `World.all_agree`.
+    It names the newest undamaged checkpoint in the folder, unless the checkpoint `folder` is
+    undamaged and belongs to another model. `what` describes the block in errors. The block must not
+    contain collectives, unless one that fails on one rank ends on all.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:

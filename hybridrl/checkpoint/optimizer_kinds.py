@@ -1,8 +1,7 @@
 """Names and data types of the states that optimizers have of a parameter.
 
 Adam's states are fp32 masters and fp32 moments. A PackedAdam has bf16 moments, and remainders in
-place of masters. A MatrixOptimizer has momentum of matrices, and Adam's moments of other
-parameters.
+place of masters. A MatrixOptimizer has momentum of matrices, and Adam's moments of others.
 """
 
 from __future__ import annotations
@@ -43,13 +42,10 @@ class MatrixOptimizer(Protocol):
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Tensor]]
 
-    def state_names(self, parameter: Tensor) -> tuple[str, ...]:
-        """Returns the names of the states of a model parameter's shards."""
-        ...
+    def state_names(self, parameter: Tensor) -> tuple[str, ...]: ...
 
 
 def kinds_of(optimizer: Any, parameter: Tensor) -> Kinds:
-    """Returns the states that a distributed optimizer has of a parameter."""
     if isinstance(optimizer.optimizer, MatrixOptimizer):
         names = optimizer.optimizer.state_names(parameter)
         return dict.fromkeys((MASTER, *names), torch.float32)

@@ -1,14 +1,13 @@
 """Saves and loads optimizer state. Each data-parallel rank writes and reads a part of the state.
 
 Megatron's distributed optimizer concatenates the parameters of a bucket and cuts the result into
-equal shares, one for each data-parallel rank, so a cut can fall inside a parameter. A checkpoint
+equal shares for the data-parallel ranks, so a cut can fall inside a parameter. A checkpoint
 contains whole parameters, so that any layout can read it. Megatron gathers the entire state on the
-first data-parallel rank, which writes all of it, and every rank reads the entire state. This takes
-12 bytes of host memory per parameter. Here, one of the ranks with a piece of a parameter writes and
-reads the whole parameter, and exchanges the other pieces with their ranks. The files are the same
-as Megatron's, except that Megatron 0.16.1 writes wrong states for the parameters after a padded
-bucket: it gathers the state without the padding between buckets, but cuts it at offsets that
-include the padding.
+first rank, which takes 12 bytes of host memory per parameter, and every rank reads all of it. Here,
+one of the ranks with a piece of a parameter writes and reads the whole parameter, and exchanges the
+other pieces with their ranks. The files are Megatron's, except that Megatron 0.16.1 writes wrong
+states for the parameters after a padded bucket: it gathers the state without the padding between
+buckets, but cuts it at offsets that include the padding.
 
 States are saved as they are (optimizer_kinds.py). Each kind of Adam reads the files of the other.
 Moments are then converted. A master is restored from a weight and its remainder, and a remainder is
@@ -64,16 +63,12 @@ def own_shares(
     allocators: Callable[[int], Allocator] | None = None,
     stored: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Makes `sharded_state_dict` of Megatron's distributed optimizers return this rank's share.
+    """Makes `sharded_state_dict` of Megatron's `DistributedOptimizer`s return this rank's share.
 
     These are the parameters that it writes and reads; states must exist. Collective over the
-    data-parallel ranks when saving.
-
-    Args:
-        optimizers: `DistributedOptimizer`s.
-        allocators: Function that maps an optimizer's number to an allocator of host memory for
-            saved states. If None, new memory is allocated for each save.
-        stored: Keys of the tensors in the checkpoint that will be loaded; None when saving.
+    data-parallel ranks when saving. `allocators` maps an optimizer's number to an allocator of host
+    memory for saved states; None for new memory. `stored` has the keys of the tensors in the
+    checkpoint that will be loaded; None when saving.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
@@ -88,10 +83,9 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Completes loaded states with other ranks' pieces, and restores masters from remainders.
-
-    The model's weights must be loaded. Collective over the data-parallel ranks. `states` is the
-    state of a single `DistributedOptimizer`, or a mapping by number.
+    """Completes loaded states with other ranks' pieces, and restores masters from remainders. The
+    model's weights must be loaded. Collective over the data-parallel ranks. `states` is the state
+    of a single `DistributedOptimizer`, or a mapping by number.
     """
     for number, optimizer in enumerate(optimizers):
         state = states if len(optimizers) == 1 else states[number]
@@ -128,9 +122,8 @@ def _master(parameter: Tensor, states: dict[str, Tensor]) -> Tensor:
 
 
 def count_step(adam: Any, num_steps: int = 1) -> None:
-    """Counts the steps of an Adam without parameters, as on a stage of frozen layers.
-
-    Megatron takes the step count for all ranks from rank 0, which must have one.
+    """Counts the steps of an Adam without parameters, as on a stage of frozen layers. Megatron
+    takes the step count for all ranks from rank 0, which must have one.
     """
     if any(group["params"] for group in adam.param_groups):
         return
@@ -143,7 +136,6 @@ def count_step(adam: Any, num_steps: int = 1) -> None:
 
 
 def kept_bytes(optimizers: Iterable[Any]) -> int:
-    """Returns how many bytes of optimizer state this rank writes."""
     groups = [(one, one.data_parallel_group_gloo) for one in optimizers]
     return sum(
         dtype.itemsize * cut.parameter.numel()
@@ -164,15 +156,9 @@ def _param_state(
 ) -> dict[int, dict[str, Any]]:
     """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
-    Args:
-        allocate: Allocator of memory for saved states; if None, new memory is allocated.
-        stored: Keys of the tensors in the checkpoint that will be loaded.
-        model_state: Sharded state of the model; its tensors are the parameters themselves.
-        is_loading: Whether a checkpoint will be loaded into the tensors. For parameters that only
-            this rank has, the optimizer's own tensors are returned.
-
-    Returns:
-        Megatron's sharded tensors, by the number of the parameter and the name of the state.
+    Returns Megatron's sharded tensors, by the number of the parameter and the name of the state.
+    The tensors of `model_state` are the parameters themselves. When loading, the optimizer's own
+    tensors are returned for parameters that only this rank has.
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
@@ -202,11 +188,8 @@ def _param_state(
 def _names(
     optimizer: Any, described: Mapping[Tensor, Any], cut: Cut, stored: Collection[str]
 ) -> list[str]:
-    """Returns the names of a parameter's states in a checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint has no master of a parameter that needs one, or has the
-            states of another optimizer.
+    """Returns the names of a parameter's states in a checkpoint. Raises CheckpointError if it has
+    no master of a parameter that needs one, or the states of another optimizer.
     """
     if cut.parameter not in described:
         raise ValueError(f"a parameter of shape {cut.parameter.shape} is not in the model's state")
@@ -269,10 +252,9 @@ def _to_fill(
 def _gathered(
     optimizer: Any, cuts: Sequence[Cut], writes: Sequence[bool], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns the states that this rank writes, by parameter number.
-
-    States of uncut parameters are the optimizer's own tensors; others are assembled on the host,
-    and so are all if any is cut and `allocate` is given. Collective over the data-parallel ranks.
+    """Returns the states that this rank writes, by parameter number. Those of uncut parameters are
+    the optimizer's own tensors; others are assembled on the host, and so are all if any is cut and
+    `allocate` is given. Collective over the data-parallel ranks.
     """
     rank = optimizer.data_parallel_group_gloo.rank()
     own = {
@@ -347,10 +329,9 @@ def _sharded(
 
 
 def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory.
-
-    For halves of feed-forward layers, this is over half of the state. Parts that were read directly
-    into `whole` are not copied; `merge`, Megatron's function, serves for others.
+    """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory,
+    for halves of feed-forward layers over half of the state. Parts that were read directly into
+    `whole` are not copied; `merge`, Megatron's function, serves for others.
     """
     return whole if _fill(parts, whole) else merge(parts)
 

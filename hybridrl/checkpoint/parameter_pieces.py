@@ -1,12 +1,11 @@
 """Pieces of parameters whose optimizer state is divided among data-parallel ranks, and their
-exchange.
+exchange (optimizer_state.py).
 
-Megatron's distributed optimizer cuts buckets of parameters into equal shares, so a cut can fall
-inside a parameter. One of the ranks with a piece of a parameter, its keeper, writes and reads the
-whole parameter. With more than one replica, nearly every parameter is cut, so most of the state is
-sent. GPUs send saved states to each other over NCCL in rounds of bounded size, and then copy them
-directly to the page-locked memory of checkpoint copies, if there is any. With gloo, sending took
-11 s for a state of 13 GB per rank (benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
+One of the ranks with a piece of a parameter, its keeper, writes and reads the whole parameter. With
+more than one replica, nearly every parameter is cut, so most of the state is sent. GPUs send saved
+states over NCCL in rounds of bounded size, and copy them directly to the page-locked memory of
+checkpoint copies, if there is any. With gloo, sending took 11 s for a state of 13 GB per rank
+(benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ class Cut:
 
     @property
     def others(self) -> Iterator[tuple[int, slice]]:
-        """Ranks and slices of the pieces that are not on the keeper."""
         return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
 
     def empty(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns uninitialized memory for one state of the whole parameter. Its pages are
-        allocated when they are written.
-
-        numpy allocates the memory, so that each view can become a tensor with a separate storage.
+        """Returns uninitialized memory for one state of the whole parameter, from numpy, so that
+        each view can become a tensor with a separate storage. Pages are allocated when they are
+        written.
         """
         num_bytes = self.parameter.numel() * dtype.itemsize
         return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype)
@@ -90,9 +87,7 @@ def connect(optimizers: Iterable[Any]) -> None:
 
 
 class SentPiece(NamedTuple):
-    """Elements that one rank sends to another. `span` is their range in the parameter, and `part`
-    is their range in the sender's piece.
-    """
+    """Elements that one rank sends to another: ranges in parameter and sender's piece."""
 
     key: tuple[int, str]
     sender: int
@@ -104,9 +99,7 @@ class SentPiece(NamedTuple):
 def rounds_of(
     cuts: Sequence[Cut], kinds: Sequence[Kinds], num_ranks: int
 ) -> Iterator[list[SentPiece]]:
-    """Yields the rounds, which are identical on all ranks. No rank sends or receives more than
-    ROUND_BYTES per round.
-    """
+    """Yields rounds, equal on all ranks, in which a rank sends or receives up to ROUND_BYTES."""
     found: list[SentPiece] = []
     counts = np.zeros((2, num_ranks), np.int64)
     for index, cut in enumerate(cuts):
@@ -134,13 +127,9 @@ def send_round(
     group: dist.ProcessGroup,
     staging: Tensor | None,
 ) -> None:
-    """Sends and receives this rank's pieces of a round.
-
-    Args:
-        sent: Pieces of the round.
-        own, kept: Pieces on this rank, and parameters that this rank assembles.
-        group: Data-parallel ranks.
-        staging: Receive buffer on the GPU, uint8; if None, pieces are received directly.
+    """Sends and receives this rank's pieces of a round: `own` are pieces on this rank, `kept` the
+    parameters that it assembles. Without `staging`, a buffer on the GPU, pieces are received
+    directly.
     """
     rank, used = group.rank(), 0
     transfers: list[dist.P2POp] = []
@@ -164,9 +153,7 @@ def send_round(
 
 
 def staging_buffer(device: torch.device) -> Tensor | None:
-    """Returns a GPU buffer that receives the pieces of a round before they are copied to the host.
-    Returns None on CPU, because pieces are received directly there.
-    """
+    """Returns a GPU buffer for pieces of a round that go to the host; None on CPU."""
     if not is_gpu(device):
         return None
     return torch.empty(ROUND_BYTES, dtype=torch.uint8, device=device)
@@ -191,9 +178,7 @@ class PieceExchange:
         self._num_bytes = 0
 
     def all_kinds(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Kinds]:
-        """Returns the kinds of all states that the ranks have read, by parameter number.
-        Collective.
-        """
+        """Returns the kinds of all states that ranks have read, by parameter number. Collective."""
         own = {i: {name: one.dtype for name, one in states.items()} for i, states in found.items()}
         kinds: list[Any] = [own] * self.size
         if self.size > 1:
@@ -206,12 +191,10 @@ class PieceExchange:
         self._add(dist.isend(piece, group=self._group, group_dst=peer), piece)
 
     def receive(self, place: Tensor, peer: int) -> None:
-        """Begins to receive a piece at its destination."""
         place = place.view(torch.uint8)
         self._add(dist.irecv(place, group=self._group, group_src=peer), place)
 
     def wait(self) -> None:
-        """Waits until all pieces are sent and received."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way, self._num_bytes = [], 0

@@ -9,7 +9,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def rng_file(rank: int) -> str:
-    """Returns the name of the file with a rank's random states."""
     return f"rng_rank_{rank}.safetensors"
 
 

@@ -1,7 +1,4 @@
-"""Reads files in several threads. Does not import torch.
-
-The threads run in parallel, because reading, digesting and copying release the interpreter lock.
-"""
+"""Reads files in threads: reading, digesting and copying release Python's lock. No torch."""
 
 from __future__ import annotations
 
@@ -16,19 +13,15 @@ LEAST_THREADS, MOST_THREADS = 4, 16
 
 
 def reading_threads(num_ranks: int = 1) -> int:
-    """Returns the threads with which one of a host's `num_ranks` reads: its share of the cores.
-
-    At least LEAST_THREADS and at most MOST_THREADS.
+    """Returns the threads with which one of a host's `num_ranks` reads: its share of the cores, at
+    least LEAST_THREADS and at most MOST_THREADS.
     """
     return min(max(cores_of_rank(num_ranks), LEAST_THREADS), MOST_THREADS)
 
 
 def in_threads(calls: Iterable[Callable[[], object]], num_threads: int) -> None:
-    """Runs all calls in several threads. Calls start in the given order.
-
-    Raises:
-        Exception: The error of the first call, in the given order, that failed. After a failure, no
-            further call starts.
+    """Runs all calls in several threads, in the given order. Raises the error of the first call, in
+    this order, that failed. After a failure, no further call starts.
     """
     with ThreadPoolExecutor(num_threads) as pool:
         begun = [pool.submit(call) for call in calls]

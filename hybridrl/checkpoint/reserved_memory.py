@@ -1,9 +1,9 @@
 """Allocates page-locked memory during training, before it is needed.
 
-CUDA's own allocation takes half a second per GiB or more, most of it for the operating system to
-provide the pages. Here, several threads first touch the pages of ordinary memory, and CUDA locks
-them afterwards. `tensor` waits for the threads; those of a second range wait for the first, which
-is needed sooner. Invariant: a range is unlocked before its memory is freed.
+CUDA's own allocation takes half a second per GiB or more, mostly for the operating system to
+provide the pages. Here, threads first touch the pages of ordinary memory, and CUDA locks them
+afterwards. `tensor` waits for the threads; those of a second range wait for the first, which is
+needed sooner. Invariant: a range is unlocked before its memory is freed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,8 @@ def threads_beside_training(num_ranks: int) -> int:
 
 
 class ReservedMemory:
-    """A range of memory that threads touch and page-lock.
-
-    Args:
-        num_threads: Number of threads that touch its pages.
-        lock: Function that page-locks bytes at an address, in a background thread.
-        unlock: Function that unlocks the range at an address.
-
-    Raises:
-        OSError: The operating system does not allow the process this much memory.
+    """A range of memory that threads touch, and that `lock`, in the background, page-locks at an
+    address. Raises OSError if the operating system does not allow the process this much memory.
     """
 
     def __init__(
@@ -69,11 +62,9 @@ class ReservedMemory:
 
     @property
     def num_taken(self) -> int:
-        """Number of bytes touched so far."""
         return sum(self._taken)
 
     def _work(self) -> None:
-        """Runs in the thread: touches the pages and locks them."""
         with _TURN:
             self._take()
 

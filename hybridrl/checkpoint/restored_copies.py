@@ -1,7 +1,7 @@
 """Finds the newest copy of the training state in host memory after a restart.
 
-A run on a single host loads the copy from memory. If there are several hosts, each of which has
-part of the copy, they first write it to the checkpoints folder together.
+A run on a single host loads the copy from memory. Several hosts, each with a part, first write it
+to the checkpoints folder together.
 """
 
 from __future__ import annotations
@@ -22,13 +22,8 @@ from hybridrl.parallel.groups import World
 
 @dataclass(frozen=True)
 class RestoredCopy:
-    """A complete copy from which a run can continue.
-
-    Args:
-        folder: Folder of the copy, in memory or among the checkpoints.
-        step: Number of finished steps.
-        is_in_memory: Whether the folder is in memory.
-        lineage: Lineage of the copy, without checkpoints that do not exist.
+    """A complete copy from which a run can continue, in memory or among the checkpoints, and its
+    lineage without checkpoints that do not exist.
     """
 
     folder: Path
@@ -45,15 +40,8 @@ def restored_copy(
     num_threads: int,
     notify: Callable[[str], None],
 ) -> RestoredCopy | None:
-    """Returns the newest copy if it is newer than all checkpoints, otherwise None. Collective.
-
-    Args:
-        number: Number of the run (memory_folders.py).
-        root: The run's `checkpoints` folder.
-        world: All ranks.
-        num_hosts: Number of hosts.
-        num_threads: Number of threads with which a rank verifies files.
-        notify: Prints a message once for all ranks.
+    """Returns the newest copy if it is newer than all checkpoints in `root`, otherwise None.
+    `number` is the run's (memory_folders.py). Collective.
     """
     ranks = world.host_ranks
     own = files_of_host(number, ranks) if world.rank == ranks[0] else None
@@ -92,9 +80,7 @@ def restored_copy(
 def _damage(
     folder: Path, manifest: Manifest, readers: Mapping[str, int], world: World, num_threads: int
 ) -> str | None:
-    """Verifies a copy on this host. Each rank verifies a part of the copy. Returns a
-    description of the damage, or None. Collective.
-    """
+    """Verifies a copy on this host, each rank a part; returns damage, or None. Collective."""
     with world.all_agree("verifying a copy in memory", True) as agreement:
         try:
             mine = [name for name, reader in readers.items() if reader == world.rank]
@@ -113,9 +99,7 @@ def _write_out(
     world: World,
     num_threads: int,
 ) -> str | None:
-    """Writes a copy to disk as a checkpoint. Returns a description of the damage if the copy is
-    damaged, otherwise None. Collective.
-    """
+    """Writes a copy to disk as a checkpoint; returns damage, or None. Collective."""
     partial = folder.with_name(folder.name + PARTIAL)
     with world.all_agree("making a checkpoint of a copy in memory"):
         if world.rank == 0:

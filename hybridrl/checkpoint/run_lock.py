@@ -1,4 +1,4 @@
-"""Locks a run folder, so that only one run uses it at a time. Does not import torch.
+"""Locks a run folder, so that only one run uses it at a time. No torch.
 
 The file `run.lock` names the process that holds the lock. If this process can look up the holder
 (on the same host since the same boot, in the same process namespace), the lock is stale when the
@@ -63,7 +63,6 @@ class Holder:
 
     @staticmethod
     def here() -> Holder:
-        """Returns a Holder that describes this process."""
         own = psutil.Process()
         since, token = time.strftime("%F %T %z"), secrets.token_hex(8)
         host, job = socket.gethostname(), _slurm_job()
@@ -74,11 +73,10 @@ class Holder:
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process holds the lock."""
         return self.namespace == _namespace() and self.pid == os.getpid() and self._runs()
 
     def _runs(self) -> bool:
-        """Whether the process still runs. It must be in the process namespace of this process."""
+        """Whether the process, which must be in this process's namespace, still runs."""
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.process_start) < START_TOLERANCE_S
@@ -105,13 +103,9 @@ class RunLock:
         self._ended = threading.Event()
 
     def acquire(self, notify: Notify) -> bool:
-        """Locks the folder, unless this object or the launcher of this process has locked it.
-
-        `notify` receives a message if a stale lock is replaced. Returns whether the caller must
-        release the lock.
-
-        Raises:
-            UserError: Another run is using the folder.
+        """Locks the folder, unless this object or this process's launcher has locked it; whether to
+        release it. Tells `notify` if a stale lock is replaced. Raises UserError if another run uses
+        the folder.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         found = holder(self._folder)
@@ -130,10 +124,8 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Rank 0 locks the folder for a block unless the job holds the lock; collective.
-
-        Raises:
-            UserError: Another run is using the folder.
+        """Rank 0 locks the folder for a block unless the job holds the lock. Collective. Raises
+        UserError if another run is using the folder.
         """
         with world.all_agree("taking the run folder"):
             is_taken = world.rank == 0 and self.acquire(notify)
@@ -144,11 +136,10 @@ class RunLock:
                 self.release()
 
     def _replace(self, found: Holder | None) -> None:
-        """Writes the lock file, replacing a stale file.
-
-        Of several processes that find the same stale lock, one succeeds: they take turns, and all
-        but the first find a new lock. On file systems that cannot lock directories, it is the one
-        whose lock file still exists after SETTLE_S.
+        """Writes the lock file, replacing a stale file. Of several processes that find the same
+        stale lock, one succeeds: they take turns, and all but the first find a new lock. On file
+        systems that cannot lock directories, it is the one whose lock file still exists after
+        SETTLE_S.
         """
         own = Holder.here()
         with _in_turn(self._folder):
@@ -196,7 +187,6 @@ class RunLock:
             raise _in_use(self._folder, found)
 
     def release(self) -> None:
-        """Releases the lock if this object holds it."""
         if self._own is None:
             return
         self._ended.set()

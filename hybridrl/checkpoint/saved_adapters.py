@@ -36,7 +36,6 @@ class SavedBase(BaseModel):
 
     @property
     def reference(self) -> BaseReference:
-        """The same, without pydantic."""
         return BaseReference(self.path, self.init, self.seed, self.digest)
 
 
@@ -54,7 +53,6 @@ class SavedAdapters(BaseModel):
 
     @property
     def lora(self) -> Lora:
-        """Settings of the adapters."""
         return Lora(self.rank, self.alpha, tuple(self.targets), self.rslora, tuple(self.full))
 
 
@@ -67,12 +65,8 @@ def adapters_state(lora: Lora | None, base: BaseReference | None) -> dict[str, A
 
 
 def check_passed_over(saved: SavedBase | None, current: BaseReference | None, folder: Path) -> None:
-    """Checks that a run passes over, and exports, the same tensors as its checkpoint.
-
-    `saved` and `current` are the models with these tensors; None if there are none.
-
-    Raises:
-        CheckpointError: The run's model has other tensors than the checkpoint's model, or none.
+    """Raises CheckpointError if a checkpoint's run passed over, and exports, other tensors than
+    this run. `saved` and `current` are the models with these tensors; None if there are none.
     """
     if saved is None or (current is not None and saved.digest == current.digest):
         return
@@ -87,10 +81,8 @@ def check_passed_over(saved: SavedBase | None, current: BaseReference | None, fo
 def check_adapters(
     saved: SavedAdapters | None, lora: Lora | None, base: BaseReference | None, folder: Path
 ) -> None:
-    """Checks that a checkpoint's adapters, if it has any, are those of a run on a base model.
-
-    Raises:
-        CheckpointError: Only one of them has adapters, or a setting or the base model differs.
+    """Raises CheckpointError unless a checkpoint's adapters, if any, are those of a run on a base
+    model: settings and base must be equal.
     """
     if saved is None and lora is None:
         return

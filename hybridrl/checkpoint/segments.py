@@ -1,4 +1,4 @@
-"""Computes the sizes of segments of page-locked memory. Pure functions; does not import torch."""
+"""Computes the sizes of segments of page-locked memory. Pure functions; no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ MAX_BYTES = 1 << 30
 
 
 def next_segment_bytes(taken: int) -> int:
-    """Returns the size of the next segment, a power of two, about that of all earlier ones.
-
-    Small models therefore lock little memory, and large models need few segments.
+    """Returns the size of the next segment, a power of two, about that of all earlier ones. Small
+    models therefore lock little memory, and large models need few segments.
     """
     doubled = 1 << max(taken, 1).bit_length() - 1
     return min(max(doubled, FIRST_BYTES), MAX_BYTES)

@@ -1,10 +1,9 @@
 """Writes and reads Megatron's sharded tensors with digests, and without unpickling untrusted code.
 
-The files have Megatron's format `torch_dist`. Unlike Megatron, threads of this process write the
-tensors one after another, directly from their memory; Megatron starts processes, and first copies
-everything that a rank writes from the GPU to page-locked memory. Digests are computed while writing
-and verified while reading. The index `.metadata`, a pickle, is read by an unpickler that allows
-only the classes that an index contains.
+The files have Megatron's format `torch_dist`. Unlike Megatron, which starts processes and first
+copies all that a rank writes to page-locked memory, threads of this process write tensors directly
+from their memory. Digests are computed while writing and verified while reading. The index
+`.metadata`, a pickle, is read by an unpickler that allows only the classes of an index.
 """
 
 from __future__ import annotations
@@ -125,8 +124,7 @@ def begin_sharded(
         ranks: Ranks that have a part of the state, in ascending order.
         copies: Host copies from which the files are written, so that the state may change in the
             meantime. If None, the files are written from the state itself.
-        num_files: Maximum number of files of this rank; each file has a thread. Existing files are
-            overwritten in place.
+        num_files: Maximum number of this rank's files, each with a thread; overwritten in place.
     """
     writer = _FileWriter(folder, copies, num_files)
     planned: list[Any] = []
@@ -151,9 +149,8 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """This rank's files for a state: planned, then written, then added to the index.
-
-    `planned` are arguments of the torch function that completes a save.
+    """This rank's files for a state: planned, then written, then added to the index. `planned` are
+    arguments of the torch function that completes a save.
     """
 
     def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
@@ -165,7 +162,6 @@ class BegunFiles:
 
     @property
     def names(self) -> list[str]:
-        """Names of the files that `write` writes."""
         return self._writer.names
 
     def written(self) -> tuple[dict[str, FileEntry], Any]:
@@ -180,18 +176,15 @@ class BegunFiles:
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
-        """Writes the index on rank 0; returns this rank's manifest entries. Collective.
-
-        Raises:
-            CheckpointException: A rank could not write a file.
+        """Writes the index on rank 0; returns this rank's manifest entries. Collective. Raises
+        CheckpointException if a rank could not write a file.
         """
         save_state_dict_async_finalize(*self._planned)
         return self._writer.entries
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns the state; on a rank 0 without a part, the plain values of rank `first`.
-
+    """Returns the state; on a rank 0 without a part, the plain values of rank `first`, because
     Megatron's reader expects that rank 0 writes them. Collective.
     """
     own = extract_sharded_base(state)[1] if world.rank == first else None
@@ -200,12 +193,8 @@ def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> Sha
 
 
 class ShardedReader:
-    """Reads and verifies sharded tensors of a part (`policy` or `critic`).
-
-    A manifest of format 1 has no digests.
-
-    Raises:
-        CheckpointError: The index is damaged.
+    """Reads and verifies sharded tensors of a part (`policy` or `critic`). Raises CheckpointError
+    if the index is damaged.
     """
 
     def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
@@ -214,10 +203,8 @@ class ShardedReader:
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
-        """Loads the tensors of a state like Megatron's TorchDistLoadShardedStrategy (0.16.1, 0.19).
-
-        Raises:
-            CheckpointError: A file is damaged. Raised on all ranks.
+        """Loads a state's tensors like Megatron's TorchDistLoadShardedStrategy (0.16.1, 0.19).
+        Raises CheckpointError on all ranks if a file is damaged.
         """
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
         for tensor in tensors:
@@ -285,7 +272,6 @@ class _FileWriter(FileSystemWriter):
 
     @property
     def names(self) -> list[str]:
-        """Names of this rank's files."""
         return [name for name, _ in self._buckets]
 
     def write(self) -> None:
@@ -340,7 +326,6 @@ class _FileReader(FileSystemReader):
         self._folder, self._part, self._manifest, self._index = folder, part, manifest, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the index."""
         return self._index
 
     def has_shape_of(self, tensor: ShardedTensor) -> bool:
@@ -430,14 +415,10 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    If torch reports the offset of its data, these are read only once: directly to the destination
-    on the host, or through a small host buffer to a GPU.
-
-    Args:
-        file, handle: Path, shown in errors, and the file opened without a buffer.
-        part: View of the file that contains only this tensor.
-        place, piece: Byte range of the tensor in torch.save's format, and its digest, if any.
-        target: Destination, used if its shape and dtype match the tensor.
+    If torch reports the offset of its data, these are read only once: directly to `target` on the
+    host, or through a small host buffer to a GPU, if its shape and dtype match. `part` is a view of
+    the file with only this tensor; `place` and `piece` are its byte range in torch.save's format,
+    and its digest, if any.
     """
     try:
         described = torch.load(part, map_location="meta", weights_only=True)
@@ -463,10 +444,8 @@ def _read_tensor(
 
 
 def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
-    """Reads and verifies the index of a sharded part, without calling arbitrary functions.
-
-    Raises:
-        CheckpointError: The index is missing, damaged or malformed.
+    """Reads and verifies the index of a sharded part, without calling arbitrary functions. Raises
+    CheckpointError if it is missing, damaged or malformed.
     """
     content = read_listed(folder, f"{part}/{INDEX}", manifest)
     file = folder / part / INDEX

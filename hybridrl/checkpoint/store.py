@@ -3,11 +3,10 @@
 A checkpoint is the folder `checkpoints/step_N`. It contains a sharded part for each trained model
 (`policy/`, `critic/`), in Megatron's format, `state.json` (the state of the training loop), `hf/`
 (config.json and tokenizer files, so that the checkpoint can be converted without other files),
-`rng_rank_R.safetensors`, and `manifest.json` with digests of the other files. The folder is written
-as `step_N.partial` and renamed at the end, so a folder without this suffix was complete when it was
-renamed. The manifest reveals files that were lost or changed later. A checkpoint can be loaded in
-any layout of ranks. All ranks must see the same folder under the same path; rank 0 chooses and
-checks the checkpoint, and each rank verifies the files that it reads.
+`rng_rank_R.safetensors`, and `manifest.json` with digests of the other files, which reveals files
+that were lost or changed later. The folder is written as `step_N.partial` and renamed when it is
+complete. It can be loaded in any layout of ranks. All ranks must see the same folder under the same
+path; rank 0 chooses and checks the checkpoint, and each rank verifies the files that it reads.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ _NUMBERS = count()  # numbers the checkpoints that this process begins, identica
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that a thread is writing, and the run's lineage once it is complete.
-
-    `number` is identical on all ranks; `attempts` counts the calls of `complete_at_end`.
+    """A checkpoint that a thread is writing, and the run's lineage once it is complete. `number` is
+    identical on all ranks; `attempts` counts the calls of `complete_at_end`.
     """
 
     begun: BegunCheckpoint
@@ -85,8 +83,8 @@ class CheckpointStore:
         grace_s: Maximum seconds for which ranks finish writing after an error or at the run's end.
 
     Attributes:
-        copy_in_memory: Copy in host memory from which the run continues, and the lineage of the
-            copy, newest first. None after the next checkpoint is complete.
+        copy_in_memory: Copy in host memory from which the run continues, and its lineage, newest
+            first. None after the next checkpoint is complete.
     """
 
     def __init__(
@@ -106,18 +104,16 @@ class CheckpointStore:
         self._pending: _Pending | None = None  # the checkpoint that is being written
 
     def put_back_replaced(self) -> None:
-        """Restores the name of a checkpoint that an earlier start was replacing when it ended.
-
-        Only the holder of the lock on the run folder may call this.
+        """Restores the name of a checkpoint that an earlier start was replacing when it ended. Only
+        the holder of the lock on the run folder may call this.
         """
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
                 put_back_replaced(self.root)
 
     def newest(self, before_step: int | None = None) -> Path | None:
-        """Returns the newest checkpoint that rank 0 sees, below a step if given, or None.
-
-        Changes no files, so another run may save at the same time.
+        """Returns the newest checkpoint that rank 0 sees, below a step if given, or None. Changes
+        no files, so another run may save at the same time.
         """
 
         def choose() -> Path | None:
@@ -134,11 +130,7 @@ class CheckpointStore:
         return self._decide("choosing the checkpoint", choose)
 
     def previous(self) -> Path:
-        """Returns the newest undamaged checkpoint but one, which rank 0 verifies.
-
-        Raises:
-            CheckpointError: There is no such checkpoint.
-        """
+        """Returns the newest undamaged checkpoint but one; CheckpointError without."""
 
         def choose() -> Path:
             newest = next(newest_first(self.root), None)
@@ -170,17 +162,10 @@ class CheckpointStore:
     ) -> Path:
         """Writes the checkpoint for a step, and removes old ones if there are more than `keep`.
 
-        If an earlier checkpoint is still being written, it is completed first.
-
-        Args:
-            step: Number of finished steps, used in the name of the folder.
-            state: State of the training loop, as JSON values.
-            waits: Whether to return only when the checkpoint is complete. If not, all tensors are
-                copied to host memory, a thread writes the files, and `finish` completes the
-                checkpoint.
-
-        Raises:
-            CheckpointError: A file of this or of the previous checkpoint could not be written.
+        If an earlier checkpoint is still being written, it is completed first. `state` is the
+        loop's, as JSON values. Without `waits`, all tensors are copied to host memory, a thread
+        writes the files, and `finish` completes the checkpoint. Raises CheckpointError if a file of
+        this or of the previous checkpoint could not be written.
         """
         self.finish()
         folder = self.root / f"step_{step}"
@@ -204,7 +189,6 @@ class CheckpointStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of host memory that `reserve` has allocated so far."""
         return self._copies.reserved_bytes
 
     @property
@@ -232,10 +216,8 @@ class CheckpointStore:
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Completes the checkpoint that is being written and returns its folder. Collective.
-
-        Raises:
-            CheckpointError: A file could not be written. All files of the checkpoint are removed.
+        """Completes the checkpoint that is being written and returns its folder. Collective. If a
+        file could not be written, removes all of its files and raises CheckpointError.
         """
         if self._pending is None:
             return None
@@ -259,7 +241,6 @@ class CheckpointStore:
 
     def complete_at_end(self, is_after_error: bool = False) -> None:
         """Completes the checkpoint that is being written, if all ranks finish within `grace_s`.
-
         Reports why it is not complete; all ranks may then call this method again. After an error
         that may keep some ranks from calling it, ranks wait for COME_S instead.
         """
@@ -303,9 +284,8 @@ class CheckpointStore:
         return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
-        """Removes the checkpoints in the run's lineage except the newest `keep`.
-
-        Others stay: the user went back to an earlier checkpoint, but may still need them.
+        """Removes the checkpoints in the run's lineage except the newest `keep`. Others stay: the
+        user went back to an earlier checkpoint, but may still need them.
         """
         for old in lineage[self.keep :]:
             folder = self.root / f"step_{old.step}"
@@ -319,11 +299,9 @@ class CheckpointStore:
         """Restores models, optimizers and, if the layout is the same, random states.
 
         `path` is a checkpoint, or a run folder for its newest. Returns the state that was saved.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, contains only weights, or was saved from a
-                model with different shapes, adapters or base weights, or with or without an MTP
-                layer unlike this run; or ranks see different checkpoints.
+        Raises CheckpointError if the checkpoint is damaged, contains only weights, or was saved
+        from a model with different shapes, adapters or base weights, or with or without an MTP
+        layer unlike this run; or if ranks see different checkpoints.
         """
         self.finish()
         checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
@@ -392,11 +370,9 @@ class CheckpointStore:
 
 
 def _check_mtp(saved: bool, current: bool, folder: Path) -> None:
-    """Checks that the MTP layer is trained by a run if, and only if, its checkpoint contains it.
-
-    Raises:
-        CheckpointError: Only one of them trains the layer. Without it, the run would discard what
-            the layer has learned, because exports would contain the layer of `model.path`.
+    """Raises CheckpointError if only one of a run and its checkpoint trains the MTP layer. Without
+    it, the run would discard what the layer has learned, because exports would contain the layer of
+    `model.path`.
     """
     if saved == current:
         return

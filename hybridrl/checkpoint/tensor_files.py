@@ -11,10 +11,9 @@ from hybridrl.checkpoint.manifest import DigestingFile
 
 
 class _WithoutCrc32:
-    """Turns off the checksums of torch.save, for a fifth of its time, because digests suffice.
-
-    Each thread that writes must enter this context. The option is of the thread (torch 2.13) or of
-    the process (other versions), where the last thread that leaves restores it.
+    """Turns off the checksums of torch.save, for a fifth of its time, because digests suffice. Each
+    thread that writes must enter this context. The option is of the thread (torch 2.13) or of the
+    process (other versions), where the last thread that leaves restores it.
     """
 
     def __init__(self) -> None:

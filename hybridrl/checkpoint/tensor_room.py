@@ -1,9 +1,8 @@
 """Destinations for tensors that are read from files: host memory, or a GPU through staging memory.
 
-Each reading thread has a small page-locked staging buffer. Loading a tensor to a GPU therefore
-needs no host buffer as large as the tensor; allocating such a buffer would take longer than filling
-it. While one thread copies to the GPU, other threads read. Invariant: each copy is complete before
-its thread overwrites the staging buffer.
+Each reading thread has a small page-locked staging buffer. Allocating a host buffer as large as the
+tensor would take longer than filling it. While one thread copies to the GPU, others read.
+Invariant: each copy is complete before its thread overwrites the staging buffer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class DeviceRoom:
         self._staged = _staged(target.is_cuda)
 
     def next_block(self, start: int) -> memoryview:
-        """Returns staging memory for the bytes from `start` on."""
         size = min(STAGED_BYTES, self._bytes.numel() - start)
         return self._staged[:size].numpy().data
 
@@ -47,7 +45,6 @@ class DeviceRoom:
 
 
 def _staged(is_locked: bool) -> torch.Tensor:
-    """Returns this thread's staging memory of STAGED_BYTES."""
     name = "locked" if is_locked else "plain"
     if not hasattr(_STAGED, name):
         made = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=is_locked)

@@ -1,10 +1,9 @@
 """Saves and loads Megatron's checkpoint format `torch_dist`, including the files without tensors.
 
 Plain values are stored in `common.pt` and the format's names in `metadata.json`, as Megatron-Core
-0.16.1 writes them and all later versions read them. `dist_checkpointing.save` of 0.19 writes no
-`common.pt`; it pickles plain values into the files of the tensors. This module calls the functions
-of which `save` and `load` consist in all supported versions, so that every version writes the same
-files. Collective over the world.
+0.16.1 writes them and all later versions read them; `dist_checkpointing.save` of 0.19 pickles plain
+values into the files of the tensors. This module calls the functions of which `save` and `load`
+consist in all versions, so that every version writes the same files. Collective over the world.
 """
 
 from __future__ import annotations
@@ -47,18 +46,9 @@ def save(
     save_tensors: Callable[[ShardedStateDict], None],
     compares_plain_values: bool = True,
 ) -> dict[str, bytes]:
-    """Saves a state. Plain values are saved from rank 0 only.
-
-    Args:
-        state: This rank's part.
-        save_tensors: Function that writes the sharded tensors; collective.
-        compares_plain_values: Whether plain values must be the same on all ranks.
-
-    Returns:
-        Content of the files that rank 0 still has to write, by name; empty on other ranks.
-
-    Raises:
-        CheckpointingException: Parts of a tensor overlap or are missing.
+    """Saves a state; `save_tensors` writes its sharded tensors. Returns the content of the files
+    that rank 0 still has to write, by name. Raises CheckpointingException if parts of a tensor
+    overlap or are missing.
     """
 
     def compared(values: StateDict) -> StateDict:
@@ -79,12 +69,9 @@ def load(
     plain: StateDict,
     load_tensors: Callable[[ShardedStateDict], StateDict],
 ) -> StateDict:
-    """Returns plain values (of `common.pt`, modified) and tensors under their names in a state.
-
-    `load_tensors` loads the sharded tensors of a state; collective.
-
-    Raises:
-        CheckpointingException: Parts of a tensor overlap or are missing.
+    """Returns plain values (of `common.pt`, modified) and tensors under their names in a state;
+    `load_tensors` loads the latter. Raises CheckpointingException if parts of a tensor overlap or
+    are missing.
     """
     force_all_tensors_to_non_fp8(state)
     sharded, own, factories = load_preprocess(state)

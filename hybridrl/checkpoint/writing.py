@@ -1,8 +1,8 @@
 """Writes a checkpoint folder atomically: it is either complete under its final name, or absent.
 
-Collective. A folder is written as `step_N.partial` and renamed when all its files are durable. If
-`step_N` exists already, it is first renamed to `step_N.replaced`. If the process ends before the
-second rename, the old checkpoint is later renamed back to `step_N`.
+Collective. A folder is written as `step_N.partial` and renamed when all its files are durable. An
+existing `step_N` is first renamed to `step_N.replaced`, and later back if the process ends before
+the second rename.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a checkpoint; see `CheckpointStore.save` and `Manifest` for the fields.
-
-    Random states are restored only in the same `layout`, and never if it is empty.
+    """Content of a checkpoint; see `CheckpointStore.save` and `Manifest` for the fields. Random
+    states are restored only in the same `layout`, and never if it is empty.
     """
 
     models: Mapping[str, Saved]
@@ -83,7 +82,6 @@ class Content:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Part of `state.json` that describes the weights."""
         files = self.files
         described: dict[str, Any] = {
             "layout": self.layout,
@@ -116,11 +114,7 @@ class BegunCheckpoint:
         self._entries: dict[str, FileEntry] = {}
 
     def begin(self) -> None:
-        """Creates the folder and plans its files.
-
-        Raises:
-            CheckpointError: A file could not be written.
-        """
+        """Creates the folder and plans its files; CheckpointError if one is not writable."""
         world, folder, partial = self._world, self.folder, self._partial
         with self._removed_at_errors():
             with write_errors_are_told(world, "preparing the checkpoint folder", folder):
@@ -162,10 +156,8 @@ class BegunCheckpoint:
             begun.write()
 
     def complete(self) -> Path:
-        """Writes the index and the manifest, and renames the folder. Returns the final folder.
-
-        Raises:
-            CheckpointError: A file could not be written.
+        """Writes the index and the manifest, and renames the folder, which is returned. Raises
+        CheckpointError if a file could not be written.
         """
         world, folder, partial, content = self._world, self.folder, self._partial, self._content
         with self._removed_at_errors():
@@ -209,10 +201,8 @@ def write_checkpoint(
     files: ModelFiles,
     layout: str = "",
 ) -> None:
-    """Writes a checkpoint that does not belong to a run; see `Content`. Collective.
-
-    Raises:
-        CheckpointError: A file could not be written. All files of the attempt are removed.
+    """Writes a checkpoint that does not belong to a run; see `Content`. Collective. Removes all
+    files of the attempt and raises CheckpointError if a file could not be written.
     """
     checkpoint = BegunCheckpoint(folder, world, Content(models, state, files, layout=layout))
     checkpoint.begin()
@@ -279,9 +269,8 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Converts file system errors while writing `folder` to CheckpointErrors with a remedy.
-
-    See `World.all_agree` for the other arguments.
+    """Converts file system errors while writing `folder` to CheckpointErrors with a remedy. See
+    `World.all_agree` for the other arguments.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:
