@@ -28,11 +28,7 @@ MAX_WAIT_STEPS = 24
 
 
 class Admission:
-    """Decides for the requests of one replica.
-
-    Args:
-        cost: Cost of a step in which requests begin, in other steps.
-    """
+    """Decides for one replica's requests; `cost` is that of a step in which some begin."""
 
     def __init__(self, cost: float = COST_OF_BEGIN) -> None:
         self._cost = cost
@@ -46,13 +42,7 @@ class Admission:
             self._length += (length - self._length) / self._num_lengths
 
     def is_due(self, num_waiting: int, num_in_engine: int, num_steps: int) -> bool:
-        """Whether the waiting requests should enter the engine now.
-
-        Args:
-            num_waiting: Number of requests that wait.
-            num_in_engine: Number of requests in the engine.
-            num_steps: Number of engine steps since the last call.
-        """
+        """Whether waiting requests should enter the engine now; `num_steps` since the last call."""
         if not num_waiting:
             self._num_waited = 0  # those that waited are no longer wanted
             return False

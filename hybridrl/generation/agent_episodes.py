@@ -1,16 +1,15 @@
 """Manages responses of agents: programs that request turns of the policy over HTTP.
 
-A response is an episode of an agent. It ends when the program ends, and consists of the
-conversations that the program had. The tokens of these conversations are exactly the tokens that
-the engine received and sampled (agents/turn_rows.py).
+A response is an episode of an agent. It ends when the program ends, and consists of the program's
+conversations, with exactly the tokens that the engine received and sampled (agents/turn_rows.py).
 
 Who waits for whom: only the first rank of a replica has an endpoint and runs programs. Between
 engine steps this rank sends the new requests and the responses that ended to the other ranks of its
 replica. All ranks of the replica must call `advance` in the same order. Programs act in real time:
-the order of their requests, and therefore the samples of a step, can differ between two runs. An
-episode cannot be repeated up to some turn. If a process was killed, or a run is resumed, unfinished
-episodes begin again. If new weights arrive, episodes continue: their requests wait, and each token
-records the version of the weights that sampled it.
+the order of their requests, and therefore the samples of a step, can differ between two runs. If a
+process was killed, or a run is resumed, unfinished episodes begin again. If new weights arrive,
+episodes continue: their requests wait, and each token records the version of the weights that
+sampled it.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ NO_REPORT = (
 
 @dataclass
 class _Episode:
-    """An unfinished response.
-
-    Args:
-        key: Number of the episode on this replica, unique in the process.
-    """
+    """An unfinished response; `key` is unique in the process."""
 
     key: int
     step: int
@@ -82,13 +77,9 @@ class _Episode:
 
 @dataclass(frozen=True)
 class _News:
-    """Events that all ranks of a replica process together.
-
-    Args:
-        requests: New requests for the engine, with the keys of their episodes.
-        stopped: Requests that no program waits for.
-        responses: Responses that ended, with the keys of their episodes.
-        error: Error on the first rank, which all ranks raise.
+    """Events that all ranks of a replica process together: new requests and ended responses, with
+    the keys of their episodes, requests that no program waits for, and an error for all ranks to
+    raise.
     """
 
     requests: tuple[tuple[int, Request], ...] = ()
@@ -107,18 +98,13 @@ class _LastTurn:
 
 
 class AgentEpisodes:
-    """Manages the unfinished responses of agents on one replica.
+    """Manages the unfinished responses of agents on one replica, in real time.
 
     Args:
-        replica: Ranks of the replica.
         host: Endpoint and programs; None except on the first rank of the replica.
-        seed: Seed of the run.
         waits_s: Maximum time in seconds that `advance` waits in training if no response can
             continue without a program.
         needs_report: Whether an episode without a reported reward has failed.
-
-    Attributes:
-        in_real_time: Whether the order of events depends on time; True.
     """
 
     in_real_time = True
@@ -158,11 +144,8 @@ class AgentEpisodes:
         return any(one.is_evaluation == self._is_evaluation for one in self._open.values())
 
     def start_round(self, is_evaluation: bool, live: Collection[int] = ()) -> list[Request]:
-        """Begins a round of generation. Returns the requests of the episodes that continue.
-
-        Args:
-            is_evaluation: Whether the round is an evaluation. Episodes of training then wait.
-            live: Samples whose episodes continue; all other episodes of training are ended.
+        """Begins a round of generation. Returns the requests of the episodes that continue: those
+        of `live` samples. In an evaluation, episodes of training wait.
         """
         self._is_evaluation = is_evaluation
         wanted = set(live)
@@ -185,8 +168,8 @@ class AgentEpisodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins an episode, unless the sample's episode is running. `saved` is not used, because
-        an episode cannot be continued by another process.
+        """Begins an episode, unless the sample's is running. `saved` is not used, because another
+        process cannot continue an episode.
         """
         if any(
             one.sample_id == sample_id and one.is_evaluation == self._is_evaluation
@@ -205,15 +188,9 @@ class AgentEpisodes:
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[AgentResponse], list[Request]]:
         """Passes finished turns to the programs and collects their requests. Returns the responses
-        that ended, and requests for further turns.
-
-        Args:
-            completions: Finished turns.
-            blocks: Whether to wait for a program if no response can continue without one.
-
-        Raises:
-            UserError: The user's function for `agent.rows` returned something wrong. All ranks of
-                the replica raise an error of the first rank, because they wait for its events.
+        that ended, and requests for further turns. `blocks` waits for a program if no response can
+        continue without one. All ranks of the replica raise an error of the first rank, such as a
+        UserError if the user's function for `agent.rows` returned something wrong.
         """
         if not self.is_waiting and not completions:
             return [], []
@@ -262,18 +239,12 @@ class AgentEpisodes:
         raise NotImplementedError
 
     def answer_due(self, gives_up: object) -> tuple[list[AgentResponse], list[Request]]:
-        """Never called, because episodes of agents are always advanced in real time."""
+        """Never called, as `end_turns`."""
         raise NotImplementedError
 
     def leave_engine(self, begun: Mapping[int, Request]) -> dict[int, OpenAgent]:
-        """Keeps the requests that were removed from the engine for the next round. Returns the
-        unfinished episodes by sample.
-
-        Args:
-            begun: Requests that were removed from the engine, by number.
-
-        Raises:
-            UserError, RuntimeError: The host failed. Raised on all ranks of the replica.
+        """Keeps `begun`, the requests removed from the engine, for the next round. Returns the
+        unfinished episodes by sample. Raises an error of the host on all ranks of the replica.
         """
         if not self._is_evaluation:
             self._paused = dict(begun)
@@ -297,8 +268,8 @@ class AgentEpisodes:
         self._sleep()
 
     def forget(self) -> None:
-        """Ends all episodes and drops their responses. Errors of the host are raised by the next
-        `advance`, because this method is also called after an error of the run.
+        """Ends all episodes and drops their responses. The next `advance` raises errors of the
+        host, because this is also called after an error of the run.
         """
         for key in list(self._open):
             self._end(key)
@@ -310,22 +281,16 @@ class AgentEpisodes:
         return []
 
     def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
-        """Returns this rank's counts of events in responses; `metrics` receives the sums of these
-        counts over all ranks.
-        """
         return agent_counts(responses)
 
     def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Returns the metrics of a step; see `agent_metrics`."""
         return agent_metrics(counts)
 
     def close(self) -> None:
-        """Ends all programs and the endpoint."""
         if self._host is not None:
             self._host.close()
 
     def _end(self, key: int) -> None:
-        """Ends an episode whose response is not needed."""
         del self._open[key]
         owned = {number for number, owner in self._owners.items() if owner == key}
         self._paused = {n: one for n, one in self._paused.items() if n not in owned}
@@ -345,8 +310,8 @@ class AgentEpisodes:
 
     @contextmanager
     def _noted_error(self) -> Iterator[None]:
-        """Context manager that keeps an error for the next `advance` or `leave_engine`, because the
-        other ranks of the replica wait there for the first rank.
+        """Keeps an error for the next `advance` or `leave_engine`, where the other ranks of the
+        replica wait for the first.
         """
         try:
             yield
@@ -354,9 +319,7 @@ class AgentEpisodes:
             self._error = self._error or error
 
     def _has_events(self) -> bool:
-        """Whether turns or results are kept that belong to this round, which is either training or
-        an evaluation. Those of the other round wait for its turn.
-        """
+        """Whether turns or results are kept for this round, not for one of the other kind."""
         keys = [turn.sample_key for turn in self._held] + [one.key for one in self._ended]
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
@@ -366,9 +329,7 @@ class AgentEpisodes:
         return len(self._owners) - len(self._paused)
 
     def _steps_between_events(self) -> int:
-        """Returns the number of engine steps from one exchange of events to the next, the same on
-        all ranks of the replica.
-        """
+        """Returns the engine steps between exchanges of events, the same on the replica's ranks."""
         if self._replica.num_ranks == 1:
             return 1
         return min(MAX_STEPS, 1 + self._num_in_engine // REQUESTS_PER_STEP)
@@ -376,12 +337,8 @@ class AgentEpisodes:
     def _collected(
         self, host: Host, last: Sequence[Completion], blocks: bool, num_steps: int
     ) -> _News:
-        """Returns the events since the last call. Called on the first rank of the replica.
-
-        Args:
-            last: Completions of `_last_turn` requests.
-            blocks: See `advance`. The engine is then empty.
-            num_steps: Number of engine steps since the last call.
+        """Returns the events since the last call, on the first rank of the replica. `last` are
+        completions of `_last_turn` requests. With `blocks`, the engine is empty.
         """
         responses = []
         for done in last:
@@ -441,8 +398,8 @@ class AgentEpisodes:
         return Request(turn.request_id, turn.tokens, seed, sampling)
 
     def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
-        """Returns the request for one token after the prompt, because a response needs at least one
-        token. The response counts as a failure.
+        """Returns the request for one token after the prompt, because a response needs at least
+        one. The response counts as a failure.
         """
         number = next(self._last_numbers)
         self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
@@ -524,7 +481,7 @@ def _joined(
 
 
 def agent_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns this rank's counts of events in the responses of agents."""
+    """Returns this rank's counts of events in responses, whose sums `agent_metrics` receives."""
     found: Counter[str] = Counter()
     for response in responses:
         assert isinstance(response, AgentResponse)

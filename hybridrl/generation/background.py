@@ -2,10 +2,9 @@
 
 Who waits for whom: the main thread waits for the work in `join`. The work never waits for the main
 thread of any rank. Collectives in the work use process groups that the main thread does not use at
-the same time, so the two threads may call collectives in any order.
-
-On a GPU, the work runs on a separate stream. The work begins after the kernels that the main thread
-has enqueued, and is complete when `join` returns.
+the same time, so the two threads may call collectives in any order. On a GPU, the work runs on a
+separate stream, after the kernels that the main thread has enqueued, and is complete when `join`
+returns.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ POLL_S = 0.05  # interval at which the main thread checks the job
 
 
 class BackgroundThread:
-    """Runs one function at a time.
-
-    `span` is the last joined work's start and end, in seconds of `time.perf_counter`.
+    """Runs one function at a time. `span` is the last joined work's start and end, in seconds of
+    `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,10 +45,8 @@ class BackgroundThread:
         self._thread.start()
 
     def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Waits until the work is done, with `poll` every POLL_S; False after `timeout_s`.
-
-        Raises:
-            The exception that the work, or `poll`, raised.
+        """Waits until the work is done, with `poll` every POLL_S; False after `timeout_s`. Raises
+        what the work, or `poll`, raised.
         """
         if (thread := self._thread) is None:
             return True

@@ -1,16 +1,15 @@
 """Manages multi-turn responses, in which the policy and its environment take turns.
 
-Token in, token out: the request for a turn contains the prompt and all tokens so far. Sampled
-tokens and the tokens of observations are never decoded and encoded again. The training inputs are
-therefore exactly the engine's inputs. Owns the unfinished responses; the sampler owns the engine,
-and the stages own the environments.
+Token in, token out: the request for a turn contains the prompt and all tokens so far, which are
+never decoded and encoded again. The training inputs are therefore exactly the engine's inputs. Owns
+the unfinished responses; the sampler owns the engine, and the stages own the environments.
 
-Who waits for whom: only the first rank of a replica runs environments. This rank sends the
-environments' answers to the other ranks. All ranks of the replica must call `advance`, or
-`end_turns` and `answer_due`, in the same order. `advance` processes answers as they arrive, so that
-the engine can continue with other responses while an environment works. `answer_due` makes the
-order of completion independent of time: it waits for the answers that were requested before its
-last call, and processes only these answers.
+Who waits for whom: only the first rank of a replica runs environments, and sends their answers to
+the other ranks. All ranks of the replica must call `advance`, or `end_turns` and `answer_due`, in
+the same order. `advance` processes answers as they arrive, so that the engine can continue with
+other responses while an environment works. `answer_due` makes the order of completion independent
+of time: it waits for the answers that were requested before its last call, and processes only
+these.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class _Episode:
     blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:
-        """Appends the tokens that the policy sampled in a turn."""
         self._add(done.tokens, done.logps, is_observed=False)
         for version, count in done.runs:
             if self.runs and self.runs[-1][0] in (version, NO_VERSION):
@@ -83,7 +81,6 @@ class _Episode:
         self.num_turns += 1
 
     def add_observed(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that the environment returned."""
         self._add(tokens, [0.0] * len(tokens), is_observed=True)
         if self.runs:
             self.runs[-1][1] += len(tokens)
@@ -126,10 +123,9 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class OpenResponse:
-    """An unfinished response that another replica or process can continue.
-
-    `turns` is an entry of `Episodes.state`, possibly through JSON; never modified. `request` is
-    that for the current turn; None if the response waits for its environment.
+    """An unfinished response that another replica or process can continue. `turns` is an entry of
+    `Episodes.state`, possibly through JSON; never modified. `request` is that for the current turn;
+    None if the response waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -137,25 +133,18 @@ class OpenResponse:
 
     @property
     def request_id(self) -> int:
-        """Number of the sample."""
         number: int = self.turns["sample_id"]
         return number
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Runs of the tokens so far, as pairs (version, number of tokens)."""
         whole = tuple((version, count) for version, count in self.turns["runs"])
         return whole if self.request is None else whole + self.request.runs
 
 
 class Episodes:
-    """Manages the unfinished responses on one replica.
-
-    Attributes:
-        in_real_time: Whether the order of events depends on time; False, see `answer_due`.
-
-    Raises:
-        UserError: The environment does not exist.
+    """Manages the unfinished responses on one replica, not in real time (`answer_due`). Raises
+    UserError if the environment does not exist.
     """
 
     in_real_time = False
@@ -188,10 +177,9 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or continues `saved`, an entry from `state`.
-
-        The engine may have a request for its turn. `sampling.max_new_tokens` limits the tokens of
-        all turns and observations.
+        """Begins a response, or continues `saved`, an entry from `state`. The engine may have a
+        request for its turn. `sampling.max_new_tokens` limits the tokens of all turns and
+        observations.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
@@ -229,10 +217,9 @@ class Episodes:
     def advance(
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[Response], list[Request]]:
-        """Processes turns of the policy and answers from environments.
-
-        Returns the responses that ended, and requests for further turns. `blocks` waits for an
-        answer if no response can continue without one.
+        """Processes turns of the policy and answers from environments. Returns the responses that
+        ended, and requests for further turns. `blocks` waits for an answer if no response can
+        continue without one.
         """
         responses = self.end_turns(completions)
         answered, requests = self._continue(self._answers(blocks and not responses))
@@ -269,7 +256,6 @@ class Episodes:
     def _continue(
         self, answers: Sequence[tuple[int, Answer]]
     ) -> tuple[list[Response], list[Request]]:
-        """Processes answers. Returns the responses that ended, and requests for further turns."""
         responses, requests = list[Response](), list[Request]()
         for sample_id, answer in answers:
             found = self._take_answer(self._open[sample_id], answer)
@@ -286,7 +272,6 @@ class Episodes:
             self._stages.clear()
 
     def forget(self) -> None:
-        """Drops all unfinished responses."""
         self._open, self._plays, self._due = {}, {}, []
         self.finish()
 
@@ -302,15 +287,12 @@ class Episodes:
         ]
 
     def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
-        """Returns this rank's counts of events in responses; see `episode_counts`."""
         return episode_counts(responses)
 
     def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Returns the metrics of a step; see `episode_metrics`."""
         return episode_metrics(counts)
 
     def close(self) -> None:
-        """Ends all environment processes."""
         if self._stages is not None:
             self._stages.close()
 
@@ -349,7 +331,6 @@ class Episodes:
     def _broadcast(
         self, answers: list[tuple[int, Answer]] | UserError
     ) -> Sequence[tuple[int, Answer]]:
-        """Sends the answers from the first rank to all ranks of the replica."""
         received: list[tuple[int, Answer]] | UserError = self._replica.broadcast_object(answers)
         if isinstance(received, UserError):
             raise received
@@ -398,7 +379,6 @@ class Episodes:
         return self._request(episode)
 
     def _request(self, episode: _Episode) -> Request:
-        """Returns the request for the next turn."""
         longest = min(episode.room, self._config.max_turn_tokens or episode.room)
         turn = len(episode.actions)
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn)

@@ -1,10 +1,10 @@
 """Keeps track of the groups in flight in a run with a lag, between steps and within a step.
 
-Collective: all ranks make the same calls and know all groups. Each rank stores the finished and
-unfinished samples of its replica. At the beginning of a step, groups are assigned to replicas, and
-the tokens of each group are sent to the replica that continues it. An interrupted step restarts
-from its beginning, and discards the samples that it had generated: otherwise a resumed run would
-train on other samples than an uninterrupted run.
+Collective: all ranks make the same calls and know all groups. Each rank stores the samples of its
+replica. At the beginning of a step, groups are assigned to replicas, and the tokens of each group
+are sent to the replica that continues it. An interrupted step restarts from its beginning, and
+discards the samples that it had generated: otherwise a resumed run would train on other samples
+than an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -81,10 +81,8 @@ class Pool:
 
 
 class InFlight:
-    """Keeps track of the groups in flight.
-
-    `lengths` are shared with the sampler. With `has_agents`, responses cannot move to another
-    replica.
+    """Keeps track of the groups in flight. `lengths` are shared with the sampler. With
+    `has_agents`, responses cannot move to another replica.
     """
 
     def __init__(
@@ -130,9 +128,7 @@ class InFlight:
 
     def begin_round(self, step: int, num_new: int) -> bool:
         """Begins a step, or a further round of it, with `num_new` prompts; whether it is the first.
-
-        Raises:
-            ValueError: The round could not end even if all responses were complete.
+        Raises ValueError if the round could not end even if all responses were complete.
         """
         self._room, self._next_room = self._next_room, self._schedule.per_step
         is_first = self._began is None or step != self._step
@@ -157,7 +153,6 @@ class InFlight:
         self, prompts: Sequence[Prompt], greedy: bool
     ) -> list[tuple[Group, dict[int, Sample | None]]]:
         """Assigns all groups and new prompts to replicas, and sends each group's samples there.
-
         Returns this replica's groups, oldest first, with their samples by number. Collective.
         """
         pool, num = self.pool, self._samples_per_prompt + greedy
@@ -250,9 +245,8 @@ class InFlight:
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Stores this replica's samples, removed from the engine.
-
-        On its first rank, returns its groups' states, which all ranks pass to `note_states`.
+        """Stores this replica's samples, removed from the engine. On its first rank, returns its
+        groups' states, which all ranks pass to `note_states`.
         """
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
@@ -266,7 +260,6 @@ class InFlight:
         return found
 
     def note_states(self, reports: Sequence[Mapping[int, States] | None]) -> None:
-        """Stores the states of all groups that the replicas reported."""
         known = {n: state for report in reports if report for n, state in report.items()}
         self.pool = self.pool.with_states(known)
 
@@ -311,7 +304,6 @@ class InFlight:
             self._lengths.load_state(self.pool.response_lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the ages of the step's samples, and of samples for later steps."""
         return self._lag | queue_metrics(self.pool.groups)
 
     def state(self) -> dict[str, Any]:
@@ -329,7 +321,6 @@ class InFlight:
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
         """Continues from a checkpoint; drops samples with other sampling parameters. Collective.
-
         Only rank 0 needs the samples. Without a `source`, at the saved position, none continue.
         """
         self._began, self.pool = None, Pool()

@@ -2,8 +2,8 @@
 
 DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2. A group is uninformative if all its rewards are
 equal: its advantages are then 0. All ranks see the same rewards, so they replace the same groups
-and choose the same new prompts. The number of groups in a step does not change, because groups that
-are still uninformative after the last round are kept.
+and choose the same new prompts. Groups that are still uninformative after the last round are kept,
+so the number of groups in a step does not change.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ def replace_uniform_groups(
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """Replaces uninformative groups in at most `algorithm.max_resampling` rounds.
 
-    If this is 0, they are only counted. A round without a scored response adds no groups.
-
-    Returns:
-        The batch in ascending order of sample numbers, and the metrics `reward/uniform_groups`
-        (share of uninformative groups), `generate/resampled_groups` (number of additional groups
-        that were generated) and `generate/resampling_rounds`.
+    If this is 0, they are only counted. A round without a scored response adds no groups. Returns
+    the batch in ascending order of sample numbers, and the metrics `reward/uniform_groups` (share
+    of uninformative groups), `generate/resampled_groups` (number of additional groups that were
+    generated) and `generate/resampling_rounds`.
     """
     first_group, rounds = next_group, 0
     is_lost_B = algorithm.uninformative(batch)
@@ -78,7 +76,6 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 class UniformGroupsWarning:
     """Warns if no group of a step is informative: first, after ten in a row, then after every 50.
-
     If most responses were truncated, the most likely reason, the warning begins with their share.
     """
 
@@ -86,7 +83,6 @@ class UniformGroupsWarning:
         self._has_warned, self._in_a_row = False, 0
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns the warning for a step, or None."""
         if metrics.get(UNIFORM) != 1:
             self._in_a_row = 0
             return None

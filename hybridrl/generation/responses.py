@@ -69,7 +69,6 @@ class AgentSequence:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> AgentSequence:
-        """Restores a sequence from `dataclasses.asdict` after a round trip through JSON."""
         names = ("context", "tokens", "logps", "observed")
         lists = {name: tuple(fields[name]) for name in names}
         return AgentSequence(**{**fields, **lists, "versions": versions_from_json(fields)})
@@ -97,17 +96,13 @@ class AgentResponse(Response):
 
     @property
     def runs(self) -> Versions:
-        """Weight versions of the tokens in all sequences."""
         return tuple(run for sequence in self.sequences for run in sequence.versions)
 
 
 @dataclass(frozen=True)
 class OpenAgent:
-    """An agent that is still running, on the replica that started it.
-
-    Args:
-        request_id: Number of the sample.
-        runs: Runs of the tokens in its finished turns, as pairs (version, number of tokens).
+    """An agent that is still running, on the replica that started it: its sample, and the runs of
+    tokens in finished turns, as pairs (version, number of tokens).
     """
 
     request_id: int
@@ -115,9 +110,7 @@ class OpenAgent:
 
 
 def completion_from_json(fields: Mapping[str, Any]) -> Completion:
-    """Restores a completion or response from the output of `saved_fields`. The output may have been
-    converted to JSON and back.
-    """
+    """Restores a completion or response from `saved_fields`, possibly through JSON."""
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     values = {name: value for name, value in fields.items() if name != "experts"}
     values |= {name: fields[name] and tuple(fields[name]) for name in names}

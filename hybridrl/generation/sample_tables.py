@@ -73,10 +73,8 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns a batch with all ranks' samples in ascending order; tokens of `own` only.
-
-    Tables are by rank, None for one without samples, and prompts by group. At least one rank must
-    have samples.
+    """Returns a batch with all ranks' samples in ascending order; tokens of `own` only. Tables are
+    by rank, None for one without samples (not all of them), and prompts by group.
     """
     found = [table for table in tables if table is not None]
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
@@ -120,7 +118,6 @@ def _blobs(
     order: Any,
 ) -> dict[str, Blob]:
     """Returns the blobs of all samples in an order, with rows only for this rank's samples.
-
     `table_blobs` has each table's numbers of rows, and an empty array like a row, by blob name.
     """
     found = {}

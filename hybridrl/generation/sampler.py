@@ -101,7 +101,6 @@ class Sampler:
         reward_models: Reward models that add their scores to a batch.
         exact_with: What computes log-probabilities that serve as the trainer's own; None if they do
             not. Saved samples with other log-probabilities are generated again.
-        notify: Shows a sentence to the user.
 
     Attributes:
         in_flight: Groups in flight across steps; empty without a lag.
@@ -290,9 +289,8 @@ class Sampler:
         greedy: bool = False,
     ) -> None:
         """Submits this replica's requests, some of which continue from the loaded checkpoint.
-
-        Raises:
-            UserError: `greedy` is set, and a scorer has the same name as the greedy reward part.
+        Raises UserError if `greedy` is set, and a scorer has the same name as the greedy reward
+        part.
         """
         if greedy and GREEDY in (part.name for part in self.scorer.parts):
             raise UserError(
@@ -382,7 +380,6 @@ class Sampler:
         self.engine.submit(requests)
 
     def _forget_counts(self, step: int) -> None:
-        """Resets the counts at the beginning of a step or evaluation."""
         self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
         self._digests = {}
         self._is_evaluation = step < 0
@@ -401,7 +398,6 @@ class Sampler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any submitted response is unfinished."""
         is_waiting = self.episodes is not None and self.episodes.is_waiting
         return self.engine.has_unfinished or is_waiting
 
@@ -415,11 +411,9 @@ class Sampler:
         self._keep(self._take_turns(self.engine.collect()))
 
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
-        """Runs one engine step if the engine has work.
-
-        Before each sum of counts over ranks, waits for environments' answers that were requested
-        before the previous sum, unless `gives_up` returns true. The samples then do not depend on
-        their time, unlike those of agents.
+        """Runs one engine step if the engine has work. Before each sum of counts over ranks, waits
+        for environments' answers that were requested before the previous sum, unless `gives_up`
+        returns true. The samples then do not depend on their time, unlike those of agents.
         """
         if self.has_unfinished:
             self.advance()
@@ -432,7 +426,6 @@ class Sampler:
 
     @property
     def _carries_over(self) -> bool:
-        """Whether unfinished responses continue in the next step."""
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
@@ -455,9 +448,8 @@ class Sampler:
         self.engine.submit(left)
 
     def _keep(self, finished: Sequence[Completion]) -> None:
-        """Stores responses that ended, and submits them to scorers during generation.
-
-        With a lag, only complete groups are submitted: others may move to another replica.
+        """Stores responses that ended, and submits them to scorers during generation; with a lag,
+        only complete groups, because others may move to another replica.
         """
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
@@ -491,7 +483,6 @@ class Sampler:
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
         """Generates, during a block, for groups in flight and new prompts, if the schedule allows.
-
         Collective. `waits` is active while this rank waits for a pause after the block.
         """
         if not self.schedule.generates_ahead:
@@ -540,10 +531,9 @@ class Sampler:
             raise failure
 
     def _must_end_ahead(self) -> bool:
-        """Whether to end generation during training immediately.
-
-        True if its samples will not be used, or after a signal once training is done; before, it
-        continues, so that the resumed run has the samples of an uninterrupted one.
+        """Whether to end generation during training immediately: if its samples will not be used,
+        or after a signal once training is done. Before, it continues, so that the resumed run has
+        the samples of an uninterrupted one.
         """
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
@@ -589,13 +579,9 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores the last `generate`; returns all replicas' samples by number on all ranks.
-
-        Tokens stay on the rank that scored them.
-
-        Raises:
-            UserError, PeerError: A reward failed on any rank, or no response has a score. Raised on
-                all ranks.
+        """Scores the last `generate`; returns all replicas' samples by number on all ranks. Tokens
+        stay on the rank that scored them. Raises UserError or PeerError on all ranks if a reward
+        failed on any, or no response has a score.
         """
         if (scored := self.score_or_none(local)) is None:
             raise self.scorer.nothing_left()
@@ -669,7 +655,6 @@ class Sampler:
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
     def _take_clock(self) -> Clock:
-        """Returns this rank's times since the last exchange of samples."""
         if not self._carries_over:
             return Clock(self._busy_s)
         busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
@@ -683,7 +668,6 @@ class Sampler:
             self._idle = idle_shares(self._clocks, self.layout.ranks)
 
     def _note_lengths(self, batch: ScoredBatch) -> None:
-        """Records the mean response length for each prompt."""
         samples = batch.by_sample()
         groups, first_B, counts = np.unique(samples.group_B, return_index=True, return_counts=True)
         sums = np.add.reduceat(samples.response_lengths_B.numpy(), first_B)
@@ -702,14 +686,12 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a checkpoint saved now would contain responses of a step in progress.
-
-        With a lag, it has the samples from the beginning of the step instead.
+        """Whether a checkpoint saved now would contain responses of a step in progress. With a lag,
+        it has the samples from the beginning of the step instead.
         """
         return self._step >= 0 and not self.schedule.carries_over
 
     def end_step(self) -> None:
-        """Drops all responses of a finished step."""
         self._step, self._earlier = -1, {}
         self._saved = SavedRollouts()
         self.in_flight.end_step()
@@ -725,9 +707,8 @@ class Sampler:
 
     def state(self) -> dict[str, Any]:
         """Returns the rollouts, on rank 0, and response lengths for a checkpoint. Collective.
-
-        Without a lag, the rollouts are the finished and unfinished responses of the current step
-        until `end_step`. With a lag, they are the responses in flight at the beginning of the step.
+        Without a lag, the rollouts are the responses of the current step until `end_step`; with a
+        lag, those in flight at the beginning of the step.
         """
         found = {"next_step": self._next_step}
         if self.schedule.carries_over:
@@ -752,9 +733,8 @@ class Sampler:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Lets the next `generate` of the saved step continue; drops requests. Collective.
-
-        `state` is only used on rank 0. `source` has the prompts at the saved position.
+        """Lets the next `generate` of the saved step continue; drops requests. Collective. `state`
+        is only used on rank 0. `source` has the prompts at the saved position.
         """
         is_first = self.world.rank == 0
         received = self.world.broadcast_object(without_sample_data(state) if is_first else None, 0)
@@ -787,7 +767,6 @@ class Sampler:
         self._episode_counts = self.episodes.counts(own)
 
     def close(self) -> None:
-        """Ends all processes of scorers and environments."""
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()

@@ -12,9 +12,8 @@ from hybridrl.parallel.layout import RolloutLayout
 
 
 class Clock(NamedTuple):
-    """Seconds since the last report in which a rank's engine worked, and the rank waited.
-
-    `all_s` is 0 in the first report.
+    """Seconds since the last report in which a rank's engine worked, and the rank waited. `all_s`
+    is 0 in the first report.
     """
 
     busy_s: float
@@ -44,10 +43,9 @@ def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clo
 
 
 def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, float]:
-    """Returns the mean share of time for which ranks wait; {} if a time is unknown.
-
-    `idle/training`: training ranks wait for samples. `idle/rollout`: ranks with an engine wait for
-    new weights or other engines.
+    """Returns the mean share of time for which ranks wait; {} if a time is unknown:
+    `idle/training`, training ranks for samples, and `idle/rollout`, ranks with an engine for new
+    weights or other engines.
     """
     if not all(clock.all_s for clock in clocks):
         return {}
@@ -67,7 +65,6 @@ def busy_of_replicas(clocks: Sequence[Clock], layout: RolloutLayout) -> tuple[fl
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
     """Returns metrics of token ages: steps from sampling weights to the weights in training.
-
     `lag/mean` and `lag/max` are over all tokens; `lag/token_share/N` is the share of N steps;
     `lag/mixed_share` that of samples of several versions; `lag/dropped` counts discarded samples.
     """

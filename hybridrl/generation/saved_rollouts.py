@@ -1,7 +1,6 @@
-"""Converts a step's finished and unfinished responses for a checkpoint, and finds them again.
-
-A response is continued only with the prompt and sampling parameters with which it started;
-otherwise it is generated again. A script, or a new attempt at a failed step, may pass others.
+"""Converts a step's finished and unfinished responses for a checkpoint, and finds them again. A
+response is continued only with the prompt and sampling parameters with which it started; otherwise
+it is generated again. A script, or a new attempt at a failed step, may pass others.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class SavedRollouts:
         return SavedSample(turns=turns) if turns_fit(began, sampling) else SavedSample()
 
     def select(self, sample_ids: Collection[int]) -> dict[str, Any]:
-        """Returns the part of the saved state that concerns these samples."""
         wanted = set(sample_ids)
         prompts = {n: self._digests[n] for n in map(str, wanted) if n in self._digests}
         return {
@@ -85,9 +83,8 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_otherwise(state: Mapping[str, Any], exact_with: str | None) -> bool:
-    """Whether saved log-probabilities may differ from the trainer's in exact mode.
-
-    `exact_with` is what the run computes with; None if any samples will do.
+    """Whether saved log-probabilities may differ from those of exact mode, computed by
+    `exact_with`; None if any samples will do.
     """
     has_samples = any(state.get(name) for name in SAMPLES)
     return exact_with is not None and has_samples and state.get("exact_with") != exact_with
@@ -105,10 +102,8 @@ def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether `sampling` could have produced a finished response.
-
-    Its parameters `began` (None if unknown) are equal, or differ only in a length limit that it did
-    not reach in either.
+    """Whether `sampling` could have produced a finished response: its parameters `began` (None if
+    unknown) are equal, or differ only in a length limit that it did not reach in either.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False
@@ -136,7 +131,6 @@ def _same_but_for_length(one: SamplingParams, other: SamplingParams) -> bool:
 
 
 def prompt_digest(tokens: Sequence[int], contents: Sequence[Content] = ()) -> str:
-    """Returns a digest that identifies a prompt in a checkpoint."""
     digest = hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes())
     for content in contents:
         digest.update(content.key.encode())
@@ -159,7 +153,6 @@ def rollout_state(
 
 
 def saved_fields(sample: Completion | Request) -> dict[str, Any]:
-    """Converts a completion or request to JSON values."""
     plain: Any = dataclasses.replace(sample, blobs={})
     if isinstance(sample, Request):  # the prompts of a run have their contents
         plain = dataclasses.replace(plain, contents=())
@@ -169,7 +162,6 @@ def saved_fields(sample: Completion | Request) -> dict[str, Any]:
 
 
 def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the parts of all replicas into one state."""
     lists = ("completions", "requests", "episodes")
     found: dict[str, Any] = {n: [entry for part in parts for entry in part[n]] for n in lists}
     return found | {"prompts": {k: v for part in parts for k, v in part["prompts"].items()}}

@@ -57,12 +57,10 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all samples are finished."""
         return all(self.is_done)
 
     @property
     def open_lengths(self) -> list[int]:
-        """Number of tokens so far in each unfinished sample."""
         return [
             sum(count for _, count in runs)
             for runs, is_done in zip(self.runs, self.is_done, strict=True)
@@ -106,22 +104,17 @@ class Schedule:
         return self.ahead_until is not None
 
     def num_new(self, num_held: int, is_ahead: bool = False, room: int | None = None) -> int:
-        """Returns the number of groups for which generation should begin now.
-
-        Args:
-            num_held: Number of groups in flight.
-            is_ahead: Whether the current step already has its samples, so that new groups are for
-                later steps, and fewer are allowed.
-            room: Number of groups that the step still takes. Default: `per_step`.
+        """Returns the number of groups to begin now, with `num_held` in flight. With `is_ahead`,
+        the step has its samples, so new groups are for later steps. Otherwise it still takes
+        `room`, by default `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
         most = self.per_step * self.max_lag + now
         return max(0, min(self.in_flight, most) - num_held)
 
     def by_deadline(self, born: Sequence[int], step: int) -> list[int]:
-        """Returns how many groups have their deadline at this step, at the next, and so on.
-
-        A deadline is the last step that may train on a group. `born` are the steps that began them.
+        """Returns how many groups, begun in steps `born`, have their deadline at this step, at the
+        next, and so on. A deadline is the last step that may train on a group.
         """
         found = [0] * (self.max_lag + 1)
         for birth in born:
@@ -134,14 +127,11 @@ class Schedule:
         """Whether generation may end, because the step's groups are complete and later steps can
         train on all other groups in time.
 
-        The step takes complete groups, oldest first. After that, for every j, at most j *
-        `per_step` of the remaining groups may have a deadline that is at most j steps away. Then no
-        remaining group misses its deadline if steps take the groups with the earliest deadline
-        first (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
-
-        Args:
-            complete, held: Results of `by_deadline` for the complete groups and for all groups.
-            room: Number of groups that the step still takes. Default: `per_step`.
+        The step takes `room` complete groups, by default `per_step`, oldest first. After that, for
+        every j, at most j * `per_step` of the remaining groups may have a deadline that is at most
+        j steps away. Then no remaining group misses its deadline if steps take the groups with the
+        earliest deadline first (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7). `complete` and
+        `held` are results of `by_deadline` for the complete groups and for all groups.
         """
         room = self._room(room)
         if sum(complete) < room:
@@ -161,7 +151,6 @@ class Schedule:
         self, groups: Sequence[Group], step: int, room: int | None = None
     ) -> tuple[list[Group], list[Group], list[Group]]:
         """Returns the groups that the step takes, those that stay, and those too old to stay.
-
         `may_end` must be true. A further round may take groups that are too old for later steps;
         otherwise they are dropped when the step ends. The step still takes `room`, by default
         `per_step`.
@@ -194,10 +183,9 @@ def assign_replicas(
     num_replicas: int,
     moves: bool = True,
 ) -> dict[int, int]:
-    """Assigns each group to a replica such that the remaining work is spread evenly.
-
-    Returns the replica for each group number. Only incomplete groups may move, and only with
-    `moves`. `expected` has the tokens per response by group, of at most `longest`.
+    """Assigns each group to a replica such that the remaining work is spread evenly. Returns the
+    replica for each group number. Only incomplete groups may move, and only with `moves`.
+    `expected` has the tokens per response by group, of at most `longest`.
     """
     found = {
         g.number: g.replica

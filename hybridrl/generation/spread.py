@@ -1,7 +1,5 @@
-"""Divides groups among replicas by their expected work. Does not import torch.
-
-All ranks compute the same division from inputs that they have. Groups are not split, because their
-samples share a prefix, and a reward may compare them.
+"""Divides groups among replicas by their expected work. All ranks compute the same division. Groups
+are not split: their samples share a prefix, and a reward may compare them. No torch.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ SHARE_OF_NEWEST = 0.5
 
 
 class ResponseLengths:
-    """Predicts response lengths by an exponential average over a prompt's earlier responses.
-
-    Its tokens identify a prompt, so training and evaluation share predictions.
+    """Predicts response lengths by an exponential average over a prompt's earlier responses. Its
+    tokens identify a prompt, so training and evaluation share predictions.
     """
 
     def __init__(self) -> None:
@@ -41,20 +38,17 @@ class ResponseLengths:
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of a response to each prompt.
-
-        Without earlier responses, the mean over other prompts, or else `unknown`.
+        """Returns the expected tokens of a response to each prompt; without earlier responses, the
+        mean over other prompts, or else `unknown`.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
         return [self._means.get(_key(prompt), unknown) for prompt in prompts]
 
     def state(self) -> dict[str, float]:
-        """Returns the state for `load_state`, as JSON values."""
         return dict(self._means)
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restores the predictions of a saved state."""
         self._means = dict(state)
 
 

@@ -38,14 +38,9 @@ def make_agent_episodes(
 ) -> AgentEpisodes:
     """Starts the endpoint of this rank's replica and builds the object that runs agents.
 
-    Args:
-        ends: Tokens that end a turn.
-        vocab_size: Number of tokens of the model.
-        needs_report: Whether agents must report a reward.
-
-    Raises:
-        UserError: A value of the section `agent` is wrong, or the endpoint cannot listen. Raised on
-            all ranks.
+    Each of the tokens `ends` ends a turn. With `needs_report`, agents must report a reward. Raises
+    UserError on all ranks if a value of the section `agent` is wrong, or the endpoint cannot
+    listen.
     """
     with world.all_agree("starting the endpoint for agents") as agreement:
         host = None
@@ -64,10 +59,8 @@ def make_agent_episodes(
 
 
 def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
-    """Checks that programs outside of the run can reach the replicas on all hosts.
-
-    Raises:
-        UserError: They fetch tasks, and the endpoints of several hosts listen on loopback.
+    """Raises UserError if programs outside of the run, which fetch tasks, could not reach the
+    replicas on all hosts, because the endpoints listen on loopback.
     """
     if not agent.server or num_hosts == 1:
         return
@@ -86,7 +79,6 @@ def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
 
 
 def _host(settings: HostSettings, num_processes: int) -> tuple[Host, list[str]]:
-    """Returns the host of this rank's replica, and notes for the user."""
     host: HostProcess | HostPool
     try:
         if num_processes == 1:
@@ -101,11 +93,7 @@ def _host(settings: HostSettings, num_processes: int) -> tuple[Host, list[str]]:
 
 
 def _copied(tokenizer: PreTrainedTokenizerBase, obstacle: CannotMove) -> PreTrainedTokenizerBase:
-    """Returns a copy of the tokenizer for the endpoint in this process.
-
-    Raises:
-        UserError: The tokenizer cannot be copied.
-    """
+    """Returns a copy of the tokenizer for the endpoint in this process, or raises UserError."""
     try:
         return copy.deepcopy(tokenizer)
     except Exception as error:  # a user's tokenizer may raise anything

@@ -35,13 +35,8 @@ from hybridrl.training.mismatch import MismatchWarning
 
 
 class Run:
-    """All components of a run on this rank. Creating a `Run` joins the process group.
-
-    Args:
-        trains: Whether the run trains; False for a run that only evaluates.
-
-    Raises:
-        UserError: The configuration does not fit the machines, the model or the data.
+    """All components of a run on this rank. Creating a `Run` joins the process group. Raises
+    UserError if the configuration does not fit the machines, the model or the data.
     """
 
     def __init__(self, config: Config, given: Given, trains: bool) -> None:

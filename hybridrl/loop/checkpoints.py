@@ -1,7 +1,7 @@
 """Saves a run (at intervals, at its end and when it is stopped) and resumes it from a checkpoint.
 
-Owns the part of a checkpoint that describes the loop. Invariant: all ranks make the same decisions,
-because decisions about time use rank 0's clock.
+Owns the part of a checkpoint that describes the loop. All ranks make the same decisions, because
+decisions about time use rank 0's clock.
 """
 
 from __future__ import annotations
@@ -68,11 +68,9 @@ class Checkpoints(Observer):
         self._saved_step = 0  # step of the last saved or loaded checkpoint
 
     def locked(self) -> AbstractContextManager[None]:
-        """Holds the lock of the run folder during the block."""
         return self._lock.held(self.store.world, self._journal.notify)
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or in-memory copy from which to resume, or None. Collective."""
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
@@ -114,9 +112,8 @@ class Checkpoints(Observer):
 
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
-        """Completes the checkpoint in progress and saves the run if a signal arrives in a block.
-
-        The unfinished step's responses are saved too, and nothing if nothing changed.
+        """Completes the checkpoint in progress and saves the run, with the unfinished step's
+        responses, if a signal arrives in a block. Saves nothing if nothing changed.
         """
 
         def save(stop: StopAsked) -> None:
@@ -148,7 +145,6 @@ class Checkpoints(Observer):
         self.store.world.arrive("removing old checkpoints")
 
     def save(self, waits: bool = True) -> Path:
-        """Writes `checkpoints/step_N`; see `Trainer.save_checkpoint`."""
         with self.locked():
             was_rollout, state = self._phases.is_rollout, self._state()
             self._phases.enter_training(frees_memory=True)
@@ -164,7 +160,6 @@ class Checkpoints(Observer):
             return folder
 
     def save_hf(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the trained model as an HF directory; see `Trainer.save_hf`."""
         was_rollout, roles = self._phases.is_rollout, self._roles
         self._phases.enter_training(frees_memory=True)  # reloads released weights
         model = roles.trained.get("policy") or next(iter(roles.trained.values()))
@@ -176,7 +171,6 @@ class Checkpoints(Observer):
         return path
 
     def load(self, path: Path) -> None:
-        """Restores a checkpoint; see `Trainer.load_checkpoint`."""
         self._phases.enter_training(frees_memory=True)  # frees the engine's memory
         position, trained = self._position, self._roles.trained
         state = self.store.load(path, trained)
@@ -194,7 +188,6 @@ class Checkpoints(Observer):
         self._phases.reshard()
 
     def _state(self) -> dict[str, Any]:
-        """Returns the loop's state for a checkpoint."""
         return run_state(
             step=self._position.step,
             seconds=self._position.all_seconds(),
@@ -213,9 +206,8 @@ def run_state(
     trained: Mapping[str, ParallelModel],
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Returns the loop's state as JSON that `SavedState` reads from a checkpoint.
-
-    `cursors` are the states of the prompts, of loss terms and of unfinished rollouts.
+    """Returns the loop's state as JSON that `SavedState` reads. `cursors` are the states of the
+    prompts, of loss terms and of unfinished rollouts.
     """
     scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {
@@ -236,7 +228,6 @@ def load_run_state(
     trained: Mapping[str, ParallelModel],
     notify: Callable[[str], None],
 ) -> None:
-    """Restores the state of the algorithm and the models from a checkpoint."""
     for name, model in trained.items():
         model.num_updates = state.num_updates[name]
         if algorithm.needs.scores:

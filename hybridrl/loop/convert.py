@@ -152,10 +152,8 @@ def _from_checkpoint(
 
 
 def _load_base(model: ParallelModel, base: BaseReference, moved: Path | None) -> None:
-    """Loads the weights that a checkpoint's adapters adapt, from another directory if moved.
-
-    Raises:
-        CheckpointError: The weights are not found, or differ from those of the reference.
+    """Loads the weights that adapters adapt, from another directory if moved. Raises
+    CheckpointError if they are not found, or differ from those of the reference.
     """
     if base.path is not None:
         section = ModelConfig(path=str(base_directory(base, moved)))

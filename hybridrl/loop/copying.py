@@ -1,6 +1,5 @@
-"""Copies the training state to host memory at intervals, and finds a copy to resume from.
-
-Invariant: all ranks make the same decisions, because only rank 0's clock is used.
+"""Copies the training state to host memory at intervals, and finds a copy to resume from. All ranks
+make the same decisions, because only rank 0's clock is used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ WAITING_COST = 0.0125
 
 class Copies:
     """In-memory copies of a run that may restart after a rank fails (`run.max_restarts` > 0).
-
     `num_bytes` is the approximate size of this rank's part. Without `trains`, there are no copies.
     """
 
@@ -54,9 +52,8 @@ class Copies:
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint, or newer in-memory copy, to resume from, or None; collective.
-
-        The caller must hold the run folder's lock.
+        """Returns the checkpoint, or newer in-memory copy, to resume from, or None; collective. The
+        caller must hold the run folder's lock.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -69,10 +66,9 @@ class Copies:
         return found
 
     def start(self, step: int, last: int) -> None:
-        """Starts making copies after a `step` of a run up to `last`; collective.
-
-        Reserves memory in the background during the first steps: first for copies, then for
-        checkpoints that are written during training.
+        """Starts making copies after a `step` of a run up to `last`; collective. Reserves memory in
+        the background during the first steps, for copies and then for checkpoints written during
+        training.
         """
         has_room = True
         if self._copies is not None:
@@ -103,10 +99,7 @@ class Copies:
         files: ModelFiles,
         timer: PhaseTimer,
     ) -> None:
-        """Copies the state after a step if a copy is due; collective.
-
-        `state` returns the loop's state as JSON.
-        """
+        """Copies the state after a step if a copy is due; `state` is the loop's. Collective."""
         if not self._is_due(step):
             return
         assert self._copies is not None

@@ -1,12 +1,9 @@
 """Switches between training and rollout, and checks the engine against the trainer. Collective.
 
-In the rollout phase, the engine generates with the policy's weights. In the training phase, its
-memory is available for training.
-
 `EnginePhases.check` detects an engine that has the right weights but uses them differently, for
-example with other positions, norms, heads or precision. It first compares each parameter of the
-engine with the trainer's parameter. Then every replica generates responses to a few fixed prompts,
-and the trainer computes the log-probabilities of the generated tokens for comparison.
+example with other positions, norms, heads or precision. It first compares each parameter with the
+trainer's. Then every replica generates responses to a few fixed prompts, and the trainer computes
+the log-probabilities of the generated tokens for comparison.
 """
 
 from __future__ import annotations
@@ -57,13 +54,11 @@ class EnginePhases:
 
     @property
     def is_rollout(self) -> bool:
-        """Whether the current phase is rollout."""
         return self._hybrid_engine.phases.phase is Phase.ROLLOUT
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Sends the policy's weights to the engine; returns metrics.
-
-        `verifies` compares each parameter with its source.
+        """Sends the policy's weights to the engine; returns metrics. `verifies` compares each
+        parameter with its source.
         """
         # Other ranks may still be reading or writing files.
         self._sampler.world.arrive("the work before the reshard")
@@ -72,8 +67,6 @@ class EnginePhases:
 
     def check(self, memory_table: Callable[[], str]) -> None:
         """Sends the weights and checks that engine and trainer compute equal log-probabilities.
-
-        Prints the text of `memory_table`.
 
         Raises:
             VerifyError: A parameter of the engine differs from its source.
@@ -105,7 +98,6 @@ class EnginePhases:
             self._hybrid_engine.free_engine()
 
     def enter_rollout(self) -> None:
-        """Switches to the rollout phase if necessary. This sends the weights to the engine."""
         if self._hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
 
@@ -152,10 +144,8 @@ def _compare(
     completions: Sequence[Sequence[Completion]],
     config: Config,
 ) -> float:
-    """Returns the largest mean absolute difference of a replica, in the training phase.
-
-    Raises:
-        EngineDiffersError: It exceeds the bound for the model's dtype, or for an FP8 engine.
+    """Returns the largest mean absolute difference of a replica, in the training phase;
+    EngineDiffersError if it exceeds the bound for the model's dtype, or for an FP8 engine.
     """
     bound = bounds_of(policy.model.source.dtype, config).refuse
     prompts = [
@@ -189,7 +179,6 @@ def _compare(
 
 
 def _likely_cause(config: Config) -> str:
-    """Returns a hint about the likely cause of a difference."""
     if config.numerics.is_exact:
         return (
             "With numerics.match=exact, any difference is an error: an operation of this machine "

@@ -78,7 +78,6 @@ class Evaluation:
 
     @property
     def num_asked(self) -> int:
-        """Number of responses that were generated."""
         return self.num_prompts * self.samples_per_prompt
 
     def metrics(self) -> dict[str, float]:
@@ -116,7 +115,6 @@ class Evaluation:
         return kept
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all results as JSON."""
         found = {**vars(self), "scores": dict(self.scores)}
         found["pass_at"] = {str(k): estimate._asdict() for k, estimate in self.pass_at.items()}
         found["majority"] = None if self.majority is None else self.majority._asdict()
@@ -125,10 +123,8 @@ class Evaluation:
 
 
 class Evaluations:
-    """Stores the results of a run's evaluations, and decides when the next one is due.
-
-    `by_step` has `reward`, `accuracy` if defined, and validation results that begin with
-    VALIDATION.
+    """Stores the results of a run's evaluations, and decides when the next one is due. `by_step`
+    has `reward`, `accuracy` if defined, and validation results that begin with VALIDATION.
     """
 
     def __init__(
@@ -159,7 +155,6 @@ class Evaluations:
 
     @property
     def have_prompts(self) -> bool:
-        """Whether there are any evaluation prompts."""
         return bool(self._own.prompts or self._sets)
 
     def reach_goal(self, step: int) -> bool:
@@ -245,11 +240,8 @@ def evaluate(
     section: EvalConfig,
     before_scoring: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Generates and scores responses to each prompt; collective, with equal results.
-
-    Raises:
-        UserError: There are no prompts, or the scorer that `reward.accuracy` names returned a score
-            outside 0 to 1.
+    """Generates and scores responses to each prompt; collective, with equal results. Raises
+    UserError if there are no prompts, or if a score of `reward.accuracy` is outside 0 to 1.
     """
     if not what.prompts:
         raise UserError(
@@ -304,7 +296,6 @@ def summarized(
     pass_k: Sequence[int] = (),
     answers: Answers | None = None,
 ) -> Evaluation:
-    """Summarizes scored responses as an `Evaluation`."""
     samples = scored.by_sample()
     parts = samples.reward_parts
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}

@@ -1,6 +1,5 @@
-"""Exports trained models as HF or PEFT directories, as `hybridrl convert` does. Collective.
-
-Every rank that can write to the folder writes some of the tensors.
+"""Exports trained models as HF or PEFT directories, as `hybridrl convert` does. Collective. Every
+rank that can write to the folder writes some of the tensors.
 """
 
 from __future__ import annotations
@@ -104,12 +103,8 @@ def export_model(
 def export_peft(
     model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
 ) -> None:
-    """Writes a model's LoRA adapters, all that is trained (`peft_rule`), for PEFT; collective.
-
-    See `export_model` for the arguments.
-
-    Raises:
-        UserError: Rank 0 cannot write; raised on all ranks.
+    """Writes a model's LoRA adapters, all that is trained (`peft_rule`), for PEFT; collective. See
+    `export_model` for the arguments. Raises UserError on all ranks if rank 0 cannot write.
     """
     source, world = model.source, model.world
     assert model.lora is not None and model.base is not None
@@ -137,10 +132,6 @@ def peft_notice(family: Family, shape: ModelShape) -> str | None:
     PEFT (0.21, with transformers 5) takes every target with the name of an expert's projection for
     the stacked experts, so it creates no adapters on dense and shared layers of these names. It
     does not do so with the families in `UNSTACKED_BY_PEFT`, but ignores the experts' adapters.
-
-    Args:
-        family: Family with the adapters.
-        shape: Sizes of the model.
     """
     if family.name in UNSTACKED_BY_PEFT:
         if family.lora is None or EXPERTS not in family.lora.targets:
@@ -164,9 +155,8 @@ def peft_notice(family: Family, shape: ModelShape) -> str | None:
 
 
 def declare_turn_end(directory: Path) -> None:
-    """Adds the template's end-of-turn token to generation_config.json, if it lacks it.
-
-    Other engines then stop where the run's responses stopped.
+    """Adds the template's end-of-turn token to generation_config.json, if it lacks it. Other
+    engines then stop where the run's responses stopped.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -216,9 +206,7 @@ class Exports:
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
         """Exports a new checkpoint, and removes exports of removed ones, if the config says so.
-
-        Raises:
-            UserError: A file cannot be written.
+        Raises UserError if a file cannot be written.
         """
         if not self._config.checkpoint.export_hf:
             return
@@ -268,9 +256,8 @@ def model_card(
     evaluations: Mapping[str, Mapping[str, float]],
     is_peft: bool = False,
 ) -> str:
-    """Returns the README.md of an exported model, or of its adapters alone.
-
-    It contains no secrets, because references to environment variables are not expanded.
+    """Returns the README.md of an exported model, or of its adapters alone. It contains no secrets,
+    because references to environment variables are not expanded.
     """
     is_scorer = model.head == "value"
     front = {

@@ -2,11 +2,9 @@
 
 A full collection visits every object. With vLLM there are more than half a million, so a collection
 stops a rank for half a second while other ranks wait. Almost all long-lived objects exist after the
-first step, so this module freezes all objects then (`gc.freeze`). vLLM 0.26 does so when an engine
-has started (engine/core.py), which is earlier and for its runs only.
-
-Frozen objects in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The
-next Trainer then collects the cycles that it left, because they may hold device memory.
+first step, so all objects are frozen then (`gc.freeze`), later than vLLM 0.26 does. Frozen objects
+in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The next Trainer
+then collects the cycles that it left, because they may hold device memory.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ _was_used = threading.Event()  # whether a Trainer in this process has frozen ob
 
 
 def set_aside(platform: Platform) -> None:
-    """Excludes all current objects from garbage collection."""
     if not platform.is_cpu:
         gc.collect()  # garbage may hold device memory
     gc.freeze()
@@ -34,7 +31,6 @@ def set_aside(platform: Platform) -> None:
 
 
 def take_back() -> None:
-    """Includes all objects in garbage collection again."""
     gc.unfreeze()
 
 

@@ -1,7 +1,6 @@
-"""Writes the records of a run: its folder, phase times, metrics, samples and summary.
-
-Rank 0 writes them, except phase files. Every rank measures its phases, because the slowest rank
-determines the duration of a step.
+"""Writes the records of a run: its folder, phase times, metrics, samples and summary. Rank 0 writes
+them, except phase files. Every rank measures its phases, because the slowest rank determines the
+duration of a step.
 """
 
 from __future__ import annotations
@@ -70,10 +69,8 @@ class StepWarning(Protocol):
 
 
 class Journal(Observer):
-    """Writes the records of a run.
-
-    `unseen_bytes` returns what torch's allocator misses on this rank's device, minus what it counts
-    for tensors without memory.
+    """Writes the records of a run. `unseen_bytes` returns what torch's allocator misses on this
+    rank's device, minus what it counts for tensors without memory.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -119,7 +116,6 @@ class Journal(Observer):
                 say(text, sys.stdout)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measures the block as a phase of the step."""
         return self.timer.phase(name)
 
     def fit_begins(self, first: int, last: int) -> None:
@@ -178,7 +174,6 @@ class Journal(Observer):
         self.notify(f"checkpoints in {self.folder / 'checkpoints'}: {often}")
 
     def _services(self) -> Iterator[Tracker]:
-        """Yields the configured experiment trackers."""
         section = self.config.log
         if section.wandb is not None:
             yield Wandb(section.wandb, self.folder)
@@ -206,9 +201,8 @@ class Journal(Observer):
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds lengths, times, memory and FLOPs to a step's metrics; collective, all equal.
-
-        `flops` has model FLOPs by phase, summed over all ranks.
+        """Adds lengths, times, memory and FLOPs to a step's metrics; collective, all equal. `flops`
+        has model FLOPs by phase, summed over all ranks.
         """
         lengths = batch.by_sample().response_lengths_B.float()
         # Gathering waits for ranks that are still writing files.
@@ -226,7 +220,6 @@ class Journal(Observer):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step to every sink."""
         for sink in self.sinks:
             sink.write(step, metrics)
 
@@ -311,7 +304,6 @@ class Journal(Observer):
         self.timer.note_peak()
 
     def _peak_in_use(self) -> int:
-        """Returns the peak number of bytes in use since the last call."""
         most = torch.cuda.max_memory_allocated() + self.unseen_bytes()
         torch.cuda.reset_peak_memory_stats()
         return most
@@ -323,7 +315,6 @@ class Journal(Observer):
 
 
 def when_saved(section: CheckpointConfig, num_steps: int) -> str:
-    """Describes in words when a run is saved."""
     often = f"every {section.every} steps, " if section.every else ""
     often += f"every {section.every_s:g} s, " if section.every_s else ""
     kept = "the newest is kept" if section.keep == 1 else f"the newest {section.keep} are kept"
@@ -332,9 +323,8 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns first and last results as `NAME_before` and `NAME_after`, with standard errors.
-
-    A result that is missing from one of the two is left out.
+    """Returns first and last results as `NAME_before` and `NAME_after`, with standard errors,
+    without those that one of the two lacks.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):
@@ -378,7 +368,6 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
 
 
 def _are_equal(a: Sequence[Estimate | None], b: Sequence[Estimate | None]) -> bool:
-    """Whether the values are equal within float32 rounding."""
     return all(
         x is y if x is None or y is None else math.isclose(x.value, y.value, rel_tol=1e-6)
         for x, y in zip(a, b, strict=True)

@@ -1,6 +1,5 @@
-"""Memory ledger: device memory of each part of a run on this rank, by phase.
-
-It is printed when a run starts and with every out-of-memory error.
+"""Memory ledger: device memory of each part of a run on this rank, by phase. It is printed when a
+run starts and with every out-of-memory error.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class Entry:
 
 
 class MemoryLedger:
-    """Tracks the parts that have been built on this rank's device so far; None before that.
-
-    The hybrid engine knows whether a switch of phases frees memory.
+    """Tracks the parts that have been built on this rank's device so far; None before that. The
+    hybrid engine knows whether a switch of phases frees memory.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -57,11 +55,7 @@ class MemoryLedger:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the ledger and remedies to out-of-memory errors from torch or vLLM.
-
-        Raises:
-            DeviceMemoryError: Replaces the out-of-memory error.
-        """
+        """Replaces out-of-memory errors by DeviceMemoryError with the ledger and remedies."""
         try:
             yield
         except RuntimeError as error:
@@ -76,9 +70,8 @@ class MemoryLedger:
 def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
-    """Returns an entry for each part, including memory that will be allocated later.
-
-    With `keeps_memory`, switches of phases free none (`HybridEngine.keeps_memory`).
+    """Returns an entry for each part, including memory that will be allocated later. With
+    `keeps_memory`, switches of phases free none (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():
@@ -142,7 +135,6 @@ def _phases(entry: Entry) -> tuple[bool, bool]:
 
 
 def _own(model: ParallelModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors that do not belong to another model."""
     return {name: tensor for name, tensor in tensors.items() if name not in model.borrowed}
 
 

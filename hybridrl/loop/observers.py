@@ -1,7 +1,5 @@
-"""Observers of a run: metrics, records, copies, evaluation and checkpoints.
-
-The trainer calls observers at fixed points of its loop. All ranks have the same observers in the
-same order, so each call may be collective.
+"""Observers of a run, which the trainer calls at fixed points of its loop. All ranks have the same
+observers in the same order, so each call may be collective.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step, numbered from 1: all samples, those that it trained on, and metrics.
-
-    Observers add more metrics.
+    """A finished step, numbered from 1: all samples, those that it trained on, and metrics, to
+    which observers add more.
     """
 
     number: int
@@ -64,10 +61,8 @@ class Observer:
 
 
 def last_step(num_steps: int | None, until: int | None, done: int, default: int) -> int:
-    """Returns the last step to train, for the arguments of `Trainer.fit` or the default.
-
-    Raises:
-        UserError: Both are given, or one is negative.
+    """Returns the last step to train, for the arguments of `Trainer.fit` or the default; UserError
+    if both are given, or one is negative.
     """
     for name, value in (("num_steps", num_steps), ("until", until)):
         if value is not None and value < 0:

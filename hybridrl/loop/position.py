@@ -1,6 +1,5 @@
-"""Tracks the position of a run: finished steps, elapsed time, next prompts and random states.
-
-An interrupted step is repeated from its beginning with the same prompts and random states.
+"""Tracks the position of a run: finished steps, elapsed time, next prompts and random states. An
+interrupted step is repeated from its beginning with the same prompts and random states.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds, and records how much of its data has been consumed.
-
-    If `has_begun`, with a checkpoint or a step, `fit` loads no checkpoint.
+    """Counts a run's steps and seconds, and records how much of its data has been consumed. If
+    `has_begun`, with a checkpoint or a step, `fit` loads no checkpoint.
     """
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
@@ -29,7 +27,6 @@ class Position:
         self._began: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
 
     def start_clock(self) -> None:
-        """Starts counting seconds."""
         self._since = time.monotonic()
 
     def stop_clock(self) -> float:
@@ -38,20 +35,16 @@ class Position:
         return self.seconds
 
     def all_seconds(self) -> float:
-        """Returns the seconds that all starts of the run have taken so far."""
         return self.seconds + time.monotonic() - self._since
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step has begun and is not finished."""
         return self._began is not None
 
     def begin_step(self) -> None:
-        """Saves the position at the beginning of a step."""
         self._began, self.has_begun = (self._cursors(), rng_state()), True
 
     def end_step(self) -> None:
-        """Counts the current step as finished."""
         self._began = None
         self.step += 1
 
@@ -67,7 +60,6 @@ class Position:
         return self._cursors() if self._began is None else self._began[0]
 
     def load(self, cursors: Mapping[str, Any]) -> None:
-        """Restores cursors that `state` returned, and forgets the current step."""
         self._began = None
         self._prompts.load_state(cursors["prompts"])
         self._mix.load_state(cursors["mix"])

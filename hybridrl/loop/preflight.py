@@ -1,5 +1,4 @@
 """Checks the configuration, model, weights, data and run folder before any rank starts. No torch.
-
 Collects all violations into one ConfigError. Writes only a record of data files that passed.
 """
 
@@ -80,15 +79,13 @@ def model_violations(
     default_dtype: str = "bfloat16",
     machines: Machines | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Checks the configuration against the models' config.json files and families.
+    """Checks the configuration against the models' config.json files and families. Returns the
+    content of config.json ({} if it is unusable), and all violations.
 
     Args:
         has_teacher: Whether to check the teacher, which only training uses, if there is one.
         default_dtype: Dtype of model.dtype=auto; bfloat16 on GPUs.
         machines: GPUs and nodes on which the ranks run; None if unknown.
-
-    Returns:
-        The content of config.json ({} if it is unusable), and all violations.
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
@@ -132,10 +129,8 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Checks everything that `train --replay` needs, which is neither data rows nor a teacher.
-
-    Raises:
-        ConfigError: Contains every violation.
+    """Raises ConfigError unless the configuration has what `train --replay` needs, which is neither
+    data rows nor a teacher.
     """
     _raise_all(_common(config, world_size, has_teacher=False))
     _check_run(config)
@@ -147,13 +142,8 @@ def validate_training(
     resume: Literal["newest", "previous"] = "newest",
     slots: Sequence[int] = (),
 ) -> None:
-    """Checks everything that `train` needs.
-
-    Args:
-        slots: Number of ranks on each of several hosts. If empty, `local_machines` determines it.
-
-    Raises:
-        ConfigError: Contains every violation.
+    """Checks everything that `train` needs. Raises ConfigError with every violation. `slots` are
+    the numbers of ranks on several hosts; if empty, `local_machines` determines them.
     """
     found = _common(config, world_size, slots=slots)
     data, scored = config.data, _scored(config)
@@ -193,12 +183,8 @@ def check_exports(folder: Path) -> None:
 def validate_evaluation(
     config: Config, world_size: int, prompts: Sequence[str] | None, checkpoint: Path | None
 ) -> None:
-    """Checks everything that `eval` needs.
-
-    `prompts` replace `data.eval_prompts`, `checkpoint` the run's newest.
-
-    Raises:
-        UserError: A ConfigError with every violation, or the first error in the checkpoint.
+    """Checks everything that `eval` needs. `prompts` replace `data.eval_prompts`, `checkpoint` the
+    run's newest. Raises ConfigError with every violation, or the first error in the checkpoint.
     """
     if prompts:
         config = config.with_eval_prompts(prompts)
@@ -223,11 +209,7 @@ def validate_evaluation(
 
 
 def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -> None:
-    """Checks everything that `serve` needs, with a checkpoint in place of the run's newest.
-
-    Raises:
-        UserError: A ConfigError with every violation, or the first error in the checkpoint.
-    """
+    """Checks everything that `serve` needs, as `validate_evaluation` does."""
     found = without_training(_common(config, world_size, has_teacher=False))
     is_checked = config.agent.is_on  # among the other violations
     _raise_all(found if is_checked else [*check_package(), *found])
@@ -248,10 +230,8 @@ def validate_conversion(
     family: str | None = None,
     base: Path | None = None,
 ) -> None:
-    """Checks everything that `convert` needs. The arguments match its command line.
-
-    Raises:
-        UserError: Names the faulty folder, file or tensor.
+    """Checks everything that `convert` needs. The arguments match its command line. Raises
+    UserError that names the faulty folder, file or tensor.
     """
     if not os.path.isdir(source):
         found = "a file" if os.path.exists(source) else "no such folder"
@@ -281,11 +261,8 @@ def check_adapter_conversion(
 ) -> None:
     """Checks that a checkpoint can be converted, with adapters and tensors passed over.
 
-    `base` replaces the path of the model from which training began.
-
-    Raises:
-        UserError: The format cannot contain what was trained, or the model from which training
-            began is not found or differs.
+    `base` replaces the path of the model from which training began. Raises UserError if the format
+    cannot contain what was trained, or if that model is not found or differs.
     """
     folder, saved = checkpoint.folder, state.lora
     has_policy = any(name.startswith("policy/") for name in checkpoint.manifest.files)
@@ -318,10 +295,8 @@ def _no_base(base: Path, what: str) -> UserError:
 def check_weights(
     directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
 ) -> None:
-    """Checks the headers of the weight files in an HF directory.
-
-    Raises:
-        UserError: Names the first file or tensor that is missing, damaged or of another model.
+    """Checks the headers of the weight files in an HF directory. Raises UserError for the first
+    file or tensor that is missing, damaged or of another model.
     """
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
@@ -354,10 +329,9 @@ def _common(
 def local_machines(
     section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
 ) -> Machines | None:
-    """Returns the GPUs and nodes of the ranks on this host, or of `slots` on several hosts.
-
-    None if only the ranks can know them: other nodes' GPUs, or the order in which CUDA numbers GPUs
-    of different models. The ranks then check the placement.
+    """Returns the GPUs and nodes of the ranks on this host, or of `slots` on several hosts. None if
+    only the ranks, which then check the placement, can know them: other nodes' GPUs, or the order
+    in which CUDA numbers GPUs of different models.
     """
     if not named_roles(section):
         return Machines(world_size)
@@ -458,7 +432,6 @@ class _Scored:
 
     @staticmethod
     def by(reward: RewardConfig, data: DataConfig, reads_images: bool) -> _Scored:
-        """Returns the conditions that these rewards impose on rows."""
         has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
         is_checked = reward.on_error == "stop" and not check_rewards(reward)
         columns = [data.answer_key] if has_answers else []
@@ -515,7 +488,6 @@ def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[User
 
 
 def _sets(config: Config) -> Iterator[UserError]:
-    """Checks the rows and the scorers of `eval.sets`."""
     for name, section in config.eval.sets.items():
         for error in check_rewards(section.scored_by):
             key = error.name.replace("reward", f"eval.sets.{name}.scorer", 1)
@@ -570,7 +542,6 @@ def _responses(
 
 
 def _errors_of(check: Callable[..., object], *arguments: object) -> list[UserError]:
-    """Calls `check`. Returns a list with the UserError that the call raised, or an empty list."""
     try:
         check(*arguments)
     except UserError as error:

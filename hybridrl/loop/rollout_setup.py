@@ -57,9 +57,8 @@ def rollout_layout(
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Assigns ranks, by default all, to engine replicas and to parts of them.
-
-    Experts, if the engine accepts any placement, are placed to move the fewest bytes.
+    """Assigns ranks, by default all, to engine replicas and to parts of them. Experts, if the
+    engine accepts any placement, are placed to move the fewest bytes.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(base_of(source.family), source.shape, rollout.tp, rollout.ep)
@@ -72,9 +71,7 @@ def engine_source(
     model: ParallelModel, rollout: RolloutConfig, source: WeightSource
 ) -> WeightSource:
     """Returns the weights as engines receive them: quantized if `rollout.quantization` says so.
-
-    Raises:
-        ModelError: A rank holds only part of a block of a quantized weight; raised on every rank.
+    Raises ModelError on every rank if one holds only part of a block of a quantized weight.
     """
     if rollout.quantization == "none":
         return source
@@ -112,10 +109,9 @@ def start_engine(
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
 ) -> EngineAdapter:
-    """Builds the engine on its ranks, and a placeholder on all other ranks.
-
-    Trained models release their memory while the engine starts, so that the engine measures as much
-    free memory as it will find during rollout.
+    """Builds the engine on its ranks, and a placeholder on all other ranks. Trained models release
+    their memory meanwhile, so that the engine measures as much free memory as it will find during
+    rollout.
     """
     world, engine = model.world, cast(EngineAdapter, AbsentEngine())
     later_bytes = sum(memory.bytes_to_come() for memory in memories)
@@ -137,10 +133,9 @@ def share_memory(
     device: torch.device,
     keeps_weights: bool = False,
 ) -> None:
-    """Places released models' gradients in the sleeping engine's memory, if it can lend some.
-
-    csrc/ must be compiled; otherwise gradients are freed before each rollout. With `keeps_weights`,
-    the engine lends only its KV cache (`MemoryLender.lend`).
+    """Places released models' gradients in the sleeping engine's memory, if it can lend some. csrc/
+    must be compiled; otherwise gradients are freed before each rollout. With `keeps_weights`, the
+    engine lends only its KV cache (`MemoryLender.lend`).
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
@@ -171,9 +166,8 @@ def build_engine(
     reserved_bytes: int = 0,
     shard: TrainingShard | None = None,
 ) -> EngineAdapter:
-    """Builds this rank's part of the engine replica that generates with `model`'s weights.
-
-    The trainer will allocate `reserved_bytes` and keep them during rollout. The engine may use its
+    """Builds this rank's part of the engine replica that generates with `model`'s weights. The
+    trainer will allocate `reserved_bytes` and keep them during rollout. The engine may use its
     `shard` directly as parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
@@ -226,7 +220,6 @@ def make_sampler(
     placement: Placement,
     notify: Callable[[str], None],
 ) -> Sampler:
-    """Builds this rank's sampler; collective."""
     world, source = model.world, model.source
     with world.all_agree("reading end tokens"):
         ends = end_tokens(config.model, source.hf_config, tokenizer)
@@ -268,11 +261,7 @@ def _exact_with(config: Config, source: ModelSource) -> str | None:
 
 
 def make_schedule(config: Config, placement: Placement) -> Schedule:
-    """Returns the schedule of generation.
-
-    Raises:
-        UserError: The user's algorithm does not correct for policy lag.
-    """
+    """Returns the schedule of generation; UserError if the algorithm does not correct for lag."""
     steps, rollout = config.steps, config.rollout
     num = steps.prompts_per_step
     if not steps.max_policy_lag:
@@ -297,7 +286,6 @@ def make_hybrid_engine(
     copies: Sequence[TrainedWeights],
     placement: Placement,
 ) -> HybridEngine:
-    """Plans the transfer of the policy's weights to the engine; collective."""
     return HybridEngine(
         source,
         engine,
@@ -314,7 +302,6 @@ def make_hybrid_engine(
 
 
 def sampling_params(config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
-    """Returns the sampling parameters for training. Each token in `ends` ends a response."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,

@@ -1,11 +1,10 @@
 """Measures the speed of a run's engine: `hybridrl bench rollout` on each rank.
 
 Collective: all ranks start each round together and wait for the slowest replica. The run is built
-as for `train`, so the engine has as much memory as training leaves free. The engine is compared
-with the trainer before it is timed. A round is the batch of one step: prompts of
-`data.max_prompt_tokens` random tokens, with `steps.samples_per_prompt` responses of
-`rollout.max_new_tokens` tokens each. No two rounds share a prompt, so prefix caching helps only
-within a group.
+as for `train`, so the engine has as much memory as training leaves free, and is compared with the
+trainer. A round is the batch of one step: prompts of `data.max_prompt_tokens` random tokens, with
+`steps.samples_per_prompt` responses of `rollout.max_new_tokens` tokens each. No two rounds share a
+prompt, so prefix caching helps only within a group.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ WARM_UP_TOKENS = 16
 def measure_rank(
     config: Config, num_rounds: int, started: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Runs one rank of `hybridrl bench rollout`.
+    """Runs one rank of `hybridrl bench rollout`, `started` at this `time.monotonic`.
 
-    Args:
-        started: Time at which the command started, from `time.monotonic`.
-
-    Returns:
-        The same values on all ranks: `tokens_per_s` (all replicas together, median over rounds),
-            `rounds_s`, `num_tokens` (per round), `start_s` (seconds until the engine may generate),
-            `replicas`, `dtype`, and two maxima over ranks: `engine_bytes` (the engine's own memory)
-            and `rank_bytes` (all memory in use on the device; on CPU, the peak of the process).
+    Returns, the same on all ranks: `tokens_per_s` (all replicas together, median over rounds),
+    `rounds_s`, `num_tokens` (per round), `start_s` (seconds until the engine may generate),
+    `replicas`, `dtype`, and two maxima over ranks: `engine_bytes` (the engine's own memory) and
+    `rank_bytes` (all memory in use on the device; on CPU, the peak of the process).
     """
     trainer = Trainer(config)
     trainer.check_engine()
@@ -89,9 +84,7 @@ def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
 
 
 def round_requests(trainer: Trainer, number: int, new_tokens: int) -> list[Request]:
-    """Returns this replica's requests for a round. Whole groups are assigned to replicas
-    round-robin. Returns [] on a rank without an engine.
-    """
+    """Returns this replica's requests for a round, whole groups in turn; [] without engine."""
     config, layout = trainer.config, trainer.sampler.layout
     place = layout.assignment[trainer.world.rank]
     if place is None:

@@ -49,8 +49,8 @@ def evaluate_rank(
 
     Returns:
         `Evaluation.as_json`; `validation`, the results on held-out rows with responses (`loss`,
-        `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial
-        weights), `model`, and `adapter` (`lora.path`).
+            `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial
+            weights), `model`, and `adapter` (`lora.path`).
 
     Raises:
         UserError: The configuration names no data to evaluate on.

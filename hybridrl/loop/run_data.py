@@ -1,7 +1,6 @@
-"""Loads the tokenizer, the prompts and the scorer for responses before a run starts.
-
-Collective: the first rank of each node reads the prompts and computes everything that depends on
-all of them. The other ranks then memory-map the files that it wrote.
+"""Loads the tokenizer, the prompts and the scorer for responses before a run starts. Collective:
+the first rank of each node reads the prompts and computes everything that depends on all of them.
+The other ranks then memory-map the files that it wrote.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from hybridrl.training.from_config import model_source
 
 
 class RunData(NamedTuple):
-    """Data for a run, and the scorer for its responses."""
-
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
     prompts: PromptSource
@@ -51,7 +48,6 @@ class RunData(NamedTuple):
     images: ImageTokens | None
 
     def evaluations(self, config: Config) -> Evaluations:
-        """Creates the run's evaluations."""
         own = EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
         return Evaluations(config.steps, config.eval, own, self.eval_sets)
 
@@ -153,11 +149,8 @@ def report_special_tokens(
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `model.tokenizer` or of the model, without remote code.
-
-    Raises:
-        ModelError: The tokenizer cannot be read, or has token ids that are not below the model's
-            `num_tokens`.
+    """Loads the tokenizer of `model.tokenizer` or of the model, without remote code. Raises
+    ModelError if it cannot be read, or has token ids that are not below the model's `num_tokens`.
     """
     check_tokenizer_files(config)
     where = str(tokenizer_directory(config))
@@ -177,10 +170,8 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Checks that prompts' tokens are in the model's vocabulary, unlike a user's tokenizer's.
-
-    Raises:
-        ModelError: Names the first prompt that has a token outside the model's vocabulary.
+    """Raises ModelError for the first prompt with a token outside the model's vocabulary, which a
+    user's tokenizer may have.
     """
     if largest_token(prompts) < num_tokens:
         return
@@ -197,11 +188,7 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
 
 
 def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Checks that the rewards can score all rows from Python, as the command does for files.
-
-    Raises:
-        DataError: Names the first row that the rewards cannot score.
-    """
+    """Raises DataError for the first row from Python that the rewards cannot score."""
     if reward.on_error != "stop":
         return
     check = RowCheck(reward)
@@ -240,7 +227,6 @@ def load_held_out(
 
 
 def _reported(name: str, loaded: LoadedPrompts, notify: Callable[[str], None]) -> Sequence[Prompt]:
-    """Returns the prompts, and reports rows that are left out."""
     if loaded.left_out.is_anything():
         notify(f"{name}: {loaded.report()}")
     return loaded.prompts
@@ -253,9 +239,8 @@ def load_validation(
     held_out: Sequence[Prompt],
     notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
-    """Loads `data.validation`, with the responses that the algorithm learns from.
-
-    If it is not set, returns what `data.eval_share` holds out, if that has responses.
+    """Loads `data.validation`, with the responses that the algorithm learns from. If it is not set,
+    returns what `data.eval_share` holds out, if that has responses.
     """
     data = config.data
     if data.validation:

@@ -54,7 +54,6 @@ class RunStarts:
         thread.start()
 
     def took(self, seconds: Mapping[str, float]) -> None:
-        """Records how many seconds each part of the start took, up to the end of the first step."""
         if self._is_open:
             self._note(seconds={name: round(value, 2) for name, value in seconds.items()})
 
@@ -79,7 +78,6 @@ class RunStarts:
 
 class StartTimes(Observer):
     """Measures how long each part of a start takes on this rank, from its process's creation.
-
     `report` receives the `seconds` of each part, in order, after the first step.
     """
 

@@ -18,11 +18,8 @@ NAME_LENGTH = 32  # characters of the image's key
 
 
 class SamplePictures:
-    """Copies of images, each of which is written once, in other threads. A context manager, which
-    waits for all copies at its end and raises the first error of writing one.
-
-    Args:
-        directory: The run's folder `rollouts`.
+    """Writes copies of images once each, in other threads, to the run's folder `rollouts`. At its
+    end, waits for all copies and raises the first error of writing one.
     """
 
     def __init__(self, directory: Path) -> None:

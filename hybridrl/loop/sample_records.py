@@ -1,5 +1,4 @@
 """Creates the records of samples in `rollouts/`: texts, rewards, and numbers for each token.
-
 Collective: all ranks send tokens to rank 0, which yields records, a few samples at a time. A record
 has each token's number of characters instead of the token, and log-probabilities in millinats.
 """
@@ -30,9 +29,8 @@ def sample_records(
     world: World,
     pictures: SamplePictures | None = None,
 ) -> Iterator[dict[str, object]]:
-    """Yields each sample's record on rank 0. Other ranks must iterate too.
-
-    `learned` are the samples with the trainer's log-probabilities (`Roles.learned`), or None.
+    """Yields each sample's record on rank 0. Other ranks must iterate too. `learned` are the
+    samples with the trainer's log-probabilities (`Roles.learned`), or None.
     """
     row_of = {} if learned is None else _rows_by_key(learned)
     scored = scored.with_blobs()
@@ -126,7 +124,6 @@ def _millis(value_L: torch.Tensor) -> list[int]:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """Run-length encodes a list as pairs [value, number of repetitions]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

@@ -44,8 +44,6 @@ class _BatchContent(BaseModel, extra="forbid"):
 
 
 class _Content(BaseModel, extra="forbid"):
-    """JSON header of a saved batch."""
-
     step: int = Field(ge=1)
     update: int = Field(ge=0)
     reason: str
@@ -61,10 +59,9 @@ def file_name(step: int, update: int) -> str:
 
 @dataclass(frozen=True)
 class SavedBatch:
-    """A mini-batch whose optimizer step was skipped.
+    """A mini-batch, from all ranks, whose optimizer step was skipped.
 
     Args:
-        batch: Samples from all ranks, with all columns that the losses read.
         step, update: Number of the training step, from 1, and of its optimizer step, from 0.
         config: Configuration of the run as YAML.
         rng: Random states of each rank before the forward and backward passes.
@@ -107,11 +104,7 @@ class SavedBatch:
 
     @staticmethod
     def read(path: Path) -> SavedBatch:
-        """Reads a file.
-
-        Raises:
-            DataError: The file is damaged, or its format is unknown.
-        """
+        """Reads a file. Raises DataError if it is damaged, or its format is unknown."""
         try:
             with safe_open(path, "pt") as file:
                 if file.metadata() not in (_FORMAT, _OLD_FORMAT):
@@ -158,7 +151,6 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
 
 
 def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Splits a batch into tensors by name, and JSON for the rest."""
     tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
     tensors |= {_COLUMN + name: getattr(batch, name) for name in LENGTHS}
     tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}

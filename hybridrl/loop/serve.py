@@ -48,18 +48,15 @@ def serve_rank(
     tool_format: str,
     announce: Callable[[Mapping[str, Any]], None],
 ) -> NoReturn:
-    """Runs one rank of `hybridrl serve`.
+    """Runs one rank of `hybridrl serve`. Raises UserError if the address or `tool_format` is wrong.
 
     Args:
         config: Configuration. Its layout may differ from that of the checkpoint's run.
-        checkpoint: Checkpoint folder. If None, the run's newest checkpoint, or the initial weights
-            if there is no checkpoint.
+        checkpoint: Checkpoint folder; by default the run's newest, or the initial weights without
+            one.
         tool_format: Name of the format of tool calls, or `auto`.
         announce: Function that receives `url`, `key`, `model`, `checkpoint` and `notes` when the
             endpoint listens; called on the rank that has it.
-
-    Raises:
-        UserError: The address or `tool_format` is wrong.
     """
     trainer = Trainer(config, trains=False)
     folder = trainer.store.newest() if checkpoint is None else checkpoint

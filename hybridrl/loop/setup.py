@@ -48,10 +48,7 @@ PLANNER = "hybridrl.services.planner.choose"
 
 
 class LayoutChooser(Protocol):
-    """Function that chooses configuration values for a layout, by dotted key.
-
-    `gpus_per_node` is None if unknown.
-    """
+    """Chooses configuration values for a layout, by dotted key; `gpus_per_node` may be unknown."""
 
     def __call__(
         self, config: Config, world_size: int, host: Host, gpus_per_node: int | None
@@ -63,10 +60,8 @@ def pinned_on_all_ranks(config: Config) -> Config:
 
     These are a commit for every hub name, the layout if `layout: auto` leaves it open, and
     `train.optimizer_memory` on GPUs if it is 'auto'. Also fills in the values that
-    `rollout.generation_config` copies from the model.
-
-    Raises:
-        UserError: A hub name or a layout cannot be found; raised on every rank.
+    `rollout.generation_config` copies from the model. Raises UserError on every rank if a hub name
+    or a layout cannot be found.
     """
     config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -88,12 +83,8 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
 
 
 def check_rules(config: Config, machines: Machines, trains: bool) -> None:
-    """Checks the whole configuration, given the world size and the model's shape.
-
-    Without `trains`, neither the teacher nor knobs for training are checked.
-
-    Raises:
-        ConfigError: Contains every violated rule.
+    """Checks the whole configuration, given the world size and the model's shape; without `trains`,
+    neither the teacher nor knobs for training. Raises ConfigError with every violated rule.
     """
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
@@ -148,9 +139,8 @@ def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) 
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
-    """Returns the layout in which the policy is trained.
-
-    `train.order=auto` requires that LOCAL_WORLD_SIZE is set, and every role uses all ranks.
+    """Returns the layout in which the policy is trained. `train.order=auto` requires that
+    LOCAL_WORLD_SIZE is set, and every role uses all ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)

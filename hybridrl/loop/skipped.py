@@ -42,13 +42,10 @@ class SkippedSteps:
         found: Sequence[Gradients],
         random_states: Mapping[str, torch.Tensor],
     ) -> None:
-        """Counts, reports and saves a skipped optimizer step; collective.
-
-        See `SavedBatch` for the arguments. `random_states` are those before the passes.
-
-        Raises:
-            UserError: `train.max_skipped_steps` steps in a row were skipped. The error names the
-                learning rate if the weights have exploded.
+        """Counts, reports and saves a skipped optimizer step; collective. See `SavedBatch` for the
+        arguments. `random_states` are those before the passes. Raises UserError after
+        `train.max_skipped_steps` in a row, which names the learning rate if the weights have
+        exploded.
         """
         self.in_a_row += 1
         reason = first_cause(self._world, found)
@@ -100,10 +97,9 @@ class SkippedSteps:
 
 
 def first_cause(world: World, found: Sequence[Gradients]) -> str:
-    """Returns the first value that was not finite, and its rank; collective.
-
-    Losses come before gradients, and earlier micro-batches before later ones. Gradients are summed
-    over replicas, so another rank may have caused a gradient that is not finite.
+    """Returns the first value that was not finite, and its rank; collective. Losses come before
+    gradients, and earlier micro-batches before later ones. Gradients are summed over replicas, so
+    another rank may have caused a gradient that is not finite.
     """
     mine: list[tuple[int, int, int, int, str]] = []
     shares = [(gradients, share) for gradients in found for share in gradients.loss_parts]

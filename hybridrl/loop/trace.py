@@ -48,7 +48,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Context manager: profiles its block if `step` is one of the steps to trace."""
+        """Profiles the block if `step` is one of the steps to trace."""
         if step not in self._steps:
             yield
             return
@@ -117,9 +117,8 @@ class StepTraces:
     def _moved(
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
-        """Yields a part's events on rank 0's clock, with process numbers for this rank.
-
-        `pids` maps the profiler's numbers to these; missing ones are added and named.
+        """Yields a part's events on rank 0's clock. `pids` maps the profiler's process numbers to
+        this rank's; missing ones are added and named.
         """
         rank = self._world.rank
         known = len(pids)
@@ -199,7 +198,7 @@ class _Parts:
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        """Context manager around a phase: pauses the profiler if the phase is in UNPROFILED."""
+        """Pauses the profiler in a phase of UNPROFILED."""
         if phase not in UNPROFILED:
             yield
             return

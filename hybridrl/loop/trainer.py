@@ -94,14 +94,9 @@ class Trainer:
     ) -> Trainer:
         """Builds a trainer from a YAML file, a mapping or a Config.
 
-        Args:
-            overrides: Texts `key=value` that override values of the configuration.
-            **objects: `prompts`, `reward`, `tokenizer` or `mix`, which replace the corresponding
-                sections.
-
-        Raises:
-            ConfigError: The configuration is invalid.
-            UserError: An argument is unknown.
+        Texts `key=value` in `overrides` override values of the configuration, and `objects`
+        (`prompts`, `reward`, `tokenizer`, `mix`) replace the corresponding sections. Raises
+        ConfigError if the configuration is invalid, and UserError if an argument is unknown.
         """
         if unknown := objects.keys() - ARGUMENTS:
             raise unknown_argument(unknown)
@@ -109,7 +104,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of finished steps."""
         return self._run.position.step
 
     @console.protected()
@@ -120,23 +114,19 @@ class Trainer:
         until: int | None = None,
         resume: Literal["newest", "previous"] = "newest",
     ) -> dict[str, float]:
-        """Trains for `num_steps` more steps, or up to step `until`. If neither is given, trains up
-        to `steps.num_steps`.
+        """Trains for `num_steps` more steps, or up to step `until`, by default `steps.num_steps`.
 
-        A new trainer resumes from a checkpoint in its run folder if there is one; `num_steps` then
-        counts from the step of this checkpoint. A trainer that has already loaded a checkpoint or
-        taken a step continues from its current state.
-
-        Args:
-            resume: Checkpoint to resume from: the newest, or the newest intact checkpoint before
-                it.
+        A new trainer resumes from a checkpoint in its run folder if there is one, the newest or the
+        newest intact one before it (`resume`); `num_steps` then counts from the step of this
+        checkpoint. A trainer that has already loaded a checkpoint or taken a step continues from
+        its current state.
 
         Returns:
             `seconds`, including earlier starts of the run. If there are evaluation prompts,
-            `eval_reward_before` and `eval_reward_after`. If a scorer defines accuracy,
-            `accuracy_before` and `accuracy_after`. If held-out rows have responses,
-            `validation/loss_before` and similar. A value is missing if the first or last evaluation
-            did not produce it.
+                `eval_reward_before` and `eval_reward_after`. If a scorer defines accuracy,
+                `accuracy_before` and `accuracy_after`. If held-out rows have responses,
+                `validation/loss_before` and similar. A value is missing if the first or last
+                evaluation did not produce it.
 
         Raises:
             UserError: Both `num_steps` and `until` are given, or one is negative.
@@ -200,7 +190,6 @@ class Trainer:
                 observer.step_is_over(self.step, ends, metrics)
 
     def _measure(self, last: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Returns `metrics` after adding the observers' measurements."""
         metrics = {} if metrics is None else metrics
         for observer in self.observers:
             metrics |= observer.measures(self.step, last)
@@ -253,13 +242,11 @@ class Trainer:
         return record.metrics
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
-        """Returns scored samples for the step's prompts, and metrics.
+        """Returns scored samples for the step's prompts, and metrics. Raises UserError if none has
+        a score.
 
         For algorithms without rollouts, the samples are the responses in the data. If the algorithm
         resamples, groups without a learning signal are replaced by samples for other prompts.
-
-        Raises:
-            UserError: No response to the prompts has a score.
         """
         needs, metrics = self.algorithm.needs, dict[str, float]()
         if not needs.rollouts:
@@ -326,12 +313,8 @@ class Trainer:
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:
         """Generates and scores responses to the evaluation prompts and to `eval.sets`.
-
-        Args:
-            temperature: Temperature that replaces `eval.temperature`; 0 means greedy.
-
-        Raises:
-            UserError: There are no evaluation prompts.
+        `temperature` replaces `eval.temperature`; 0 means greedy. Raises UserError if there are no
+        evaluation prompts.
         """
         return self._run.evaluation.measure(temperature)
 
@@ -347,13 +330,12 @@ class Trainer:
         max_new_tokens: int | None = None,
     ) -> list[str]:
         """Generates a response to each prompt with the current weights (see `responses_to`);
-        collective. All ranks return the same responses.
+        collective.
 
         Args:
-            prompts: Texts or chats (lists of messages), the same on all ranks.
+            prompts: Texts or chats (lists of messages), the same on all ranks, like the responses.
             temperature: Sampling temperature; `eval.temperature` if None.
-            max_new_tokens: Maximum length of a response. If None, the maximum length in the run's
-                evaluations.
+            max_new_tokens: Maximum length of a response; that of the run's evaluations if None.
         """
         from hybridrl.loop.user_prompts import responses_to
 
@@ -363,35 +345,23 @@ class Trainer:
         )
 
     def save_hf(self, path: str | Path) -> Path:
-        """Writes the trained policy or reward model as an HF directory; collective. Returns the
-        directory.
-
-        Args:
-            path: New or empty directory.
-
-        Raises:
-            UserError: The directory is not empty, or cannot be written.
+        """Writes the trained policy or reward model as an HF directory, which must be new or empty;
+        collective. Returns the directory. Raises UserError if it is not empty, or cannot be
+        written.
         """
         return self.checkpoints.save_hf(Path(path), self.tokenizer)
 
     def save_checkpoint(self, waits: bool = True) -> Path:
         """Writes `checkpoints/step_N` with everything that the run needs to continue.
 
-        Args:
-            waits: Whether to wait until the checkpoint is complete. If False, it is completed
-                during later steps, or when `fit` ends.
-
-        Raises:
-            UserError: A file cannot be written, or another process has taken over the run folder.
+        Without `waits`, it is completed during later steps, or when `fit` ends. Raises UserError if
+        a file cannot be written, or another process has taken over the run folder.
         """
         return self.checkpoints.save(waits)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restores weights, optimizers, prompt cursors, random states and unfinished rollouts.
-
-        Args:
-            path: A folder `checkpoints/step_N`, or a run folder, whose newest checkpoint is then
-                loaded.
+        """Restores weights, optimizers, prompt cursors, random states and unfinished rollouts of a
+        folder `checkpoints/step_N`, or of a run folder's newest checkpoint.
         """
         self.checkpoints.load(Path(path))
 

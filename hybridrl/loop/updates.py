@@ -22,11 +22,8 @@ class Updates:
 
     def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
         """Takes one optimizer step for each equal part of the batch and of loss terms; collective.
-
-        A step is skipped if its loss or gradient is not finite. Returns mean metrics.
-
-        Raises:
-            UserError: `train.max_skipped_steps` optimizer steps in a row were skipped.
+        A step is skipped if its loss or gradient is not finite. Returns mean metrics. Raises
+        UserError if `train.max_skipped_steps` optimizer steps in a row were skipped.
         """
         roles = self._roles
         sizes = mini_batch_sizes(batch, number)

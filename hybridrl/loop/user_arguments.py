@@ -46,7 +46,6 @@ class Given:
 
 
 def unknown_argument(names: Iterable[str]) -> UserError:
-    """Returns the error for unknown arguments of a Trainer."""
     name = min(names)
     near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.4)
     meant = _MEANT.get(name) or next(iter(near), None)

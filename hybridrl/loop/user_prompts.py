@@ -1,6 +1,5 @@
-"""Generates responses to prompts from a user's script, outside a run's steps. Collective.
-
-Prompts are read and rendered in the same way as the run's own prompts.
+"""Generates responses to prompts from a user's script, outside a run's steps. Collective. Prompts
+are read and rendered in the same way as the run's own prompts.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ def responses_to(
     """Generates a single-turn response to each prompt, without environment or rewards.
 
     Returns the texts in the order of the prompts. Defaults are those of the run's evaluations.
-
-    Raises:
-        UserError: There are no prompts, a prompt exceeds `data.max_prompt_tokens`, or
-            `max_new_tokens` exceeds the engine's maximum.
+    Raises UserError if there are no prompts, if a prompt exceeds `data.max_prompt_tokens`, or if
+    `max_new_tokens` exceeds the engine's maximum.
     """
     longest = config.eval.most_new_tokens(config.rollout.max_new_tokens)
     num_tokens = longest if max_new_tokens is None else max_new_tokens

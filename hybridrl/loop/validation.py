@@ -1,5 +1,4 @@
 """Computes the loss on held-out rows, for algorithms that learn from given responses. Collective.
-
 The forward passes are those of a training step, with the current weights. Results are stored by
 step, together with those of evaluations.
 """
@@ -49,7 +48,6 @@ class Validation(Observer):
 
     @property
     def has_rows(self) -> bool:
-        """Whether there are held-out rows with responses."""
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:

@@ -28,9 +28,8 @@ def megatron_fault() -> UserError | None:
 def report_untested(
     config: Config, has_rollouts: bool, layers: str, notify: Callable[[str], None]
 ) -> None:
-    """Prints one notice if the run uses packages whose versions were not tested.
-
-    `has_rollouts` says whether the run compares its engine with the trainer at its start.
+    """Prints one notice if the run uses packages whose versions were not tested. `has_rollouts`
+    says whether the run compares its engine with the trainer at its start.
     """
     command = "hybridrl check --mismatch CONFIG, with the configuration of an RL run"
     found = _used(config, has_rollouts, layers)
