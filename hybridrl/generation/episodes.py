@@ -32,12 +32,7 @@ from hybridrl.generation.responses import End, Response
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import TextDecoder
 from hybridrl.rewards.outcome import WHERE, ScorerFailure
-from hybridrl.rollout.engine import (
-    Completion,
-    Request,
-    SamplingParams,
-    request_seed,
-)
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
 LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
 NO_VERSION = -1  # temporary version of observations before the policy's first turn

@@ -41,11 +41,7 @@ from hybridrl.data.prompts import PromptSource
 from hybridrl.errors import UserError
 from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.generation.background import BackgroundThread
-from hybridrl.generation.episodes import (
-    Episodes,
-    OpenResponse,
-    episode_metrics,
-)
+from hybridrl.generation.episodes import Episodes, OpenResponse, episode_metrics
 from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
 from hybridrl.generation.responses import OpenAgent, Response, as_rollouts
@@ -77,13 +73,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import EngineGroup, ReplicaGroup
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rewards.base import Scorer
-from hybridrl.rollout.engine import (
-    Completion,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    request_seed,
-)
+from hybridrl.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, request_seed
 
 # Engine steps between checks for a stop signal. The ranks of a replica must leave generation
 # together, so the check is a collective.

@@ -32,12 +32,7 @@ from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.models.adapters.base_reference import base_directory
 from hybridrl.models.adapters.lora import EXPERTS
 from hybridrl.models.adapters.peft_files import write_peft
-from hybridrl.models.adapters.rows import (
-    base_of,
-    modules,
-    only_adapters,
-    without_expert_adapters,
-)
+from hybridrl.models.adapters.rows import base_of, modules, only_adapters, without_expert_adapters
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config

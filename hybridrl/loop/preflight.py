@@ -25,11 +25,7 @@ from hybridrl.checkpoint.folders import (
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
-from hybridrl.config.generation import (
-    declared_end_tokens,
-    on_policy_rules,
-    with_generation_config,
-)
+from hybridrl.config.generation import declared_end_tokens, on_policy_rules, with_generation_config
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles

@@ -42,11 +42,7 @@ from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMem
 from hybridrl.rollout.common.groups import replica_members
 from hybridrl.rollout.common.installed_package import changed_parts_explained
 from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
-from hybridrl.rollout.common.live_weights import (
-    free_bytes,
-    live_tensors,
-    share,
-)
+from hybridrl.rollout.common.live_weights import free_bytes, live_tensors, share
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
 from hybridrl.rollout.common.scheme import check_parameters, check_placement

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.errors import MISSING, ModelError
-from hybridrl.models.vision.images import (
-    ImageProcessor,
-    Preprocessing,
-    position_offset,
-    positions,
-)
+from hybridrl.models.vision.images import ImageProcessor, Preprocessing, position_offset, positions
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import image_features
 

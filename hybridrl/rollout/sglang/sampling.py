@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.common.sampling import (
-    KEEPS_ALL,
-    RowSampling,
-    draw_rows,
-    draw_seeds,
-)
+from hybridrl.rollout.common.sampling import KEEPS_ALL, RowSampling, draw_rows, draw_seeds
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.sglang.penalties import TokenTable
 
