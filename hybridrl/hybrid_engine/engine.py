@@ -63,16 +63,11 @@ class ReshardStats:
     """Measurements of one transition to rollout. Totals are sums over all ranks.
 
     Args:
-        received_bytes, sent_bytes: Bytes that this rank received and sent, over any kind of link.
         seconds: Wall time until this rank's parameters are complete, without verification.
-        total_planned_bytes: Bytes that all ranks send according to the plan.
         total_node_received_bytes: The part of `total_received_bytes` that came from other nodes.
-        total_messages: Number of messages; 0 if ranks read each other's memory.
         slowest_gb_per_s: Receive rate of the rank that took longest, in 1e9 bytes per second.
         transfer_seconds: Time until the weights had arrived, on the slowest rank; the rest of
             `seconds` is spent on waking the engine and on waiting for other ranks.
-        verify_seconds: Time spent on verification; 0 if the version was not verified.
-        keeps_memory: Whether the memory of both phases fits, and no phase change frees any.
     """
 
     version: int
@@ -108,12 +103,9 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        source: The policy's weights, which each transition copies to the engine.
-        target: This rank's engine.
         staging_bytes: Maximum total size of the staging buffers (`rollout.staging_mib`).
         verify_every: Weight versions that are multiples of this number are verified; 0 for none
             (`rollout.verify`).
-        training: Memory that the trainer needs only while it trains.
         training_weights: The trainer's weights, released once they have been copied to the engine.
             Releasing frees them, or, if each rank has updated only its own shard, starts an
             all-gather that overlaps generation.
@@ -157,7 +149,7 @@ class HybridEngine:
         self._timeout_s = timeout_s
         self.phases = PhaseSwitch()
         self._headroom, self._is_released = Headroom(), False
-        self.before_change: Callable[[], object] = _nothing
+        self.before_change: Callable[[], object] = lambda: None
         self.version = -1
         layouts, weights = source.layouts, source.tensors
         targets = gather_alike(target.layout(), peers)
@@ -215,9 +207,6 @@ class HybridEngine:
         """Returns a new transport for a plan, by default of all weights; collective.
 
         The caller must close it.
-
-        Raises:
-            ValueError: `kind` is 'peer', but the engine has no `peer_memory`.
         """
         ends = plan or self.plan, self._peers, self._weights, self._written()
         if kind == "packed":
@@ -434,8 +423,7 @@ class HybridEngine:
         self._is_awake = self._engine_stays and not frees_memory
         if not self._is_awake:
             self._sleep(keeps_memory=self.keeps_memory)
-        # Restoring the weights may need the other training memory, which is therefore restored
-        # first.
+        # Restoring the weights may need the other training memory, which is restored first.
         released = self._training if self._is_released else ()
         for memory in (*released, *self._training_weights):
             memory.restore()
@@ -448,10 +436,6 @@ class HybridEngine:
         self.before_change()
         self._sleep(keeps_memory=False)
         self._is_awake = False
-
-
-def _nothing() -> None:
-    """Default for `before_change`."""
 
 
 def _give_blocks_back() -> None:

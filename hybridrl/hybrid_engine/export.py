@@ -53,11 +53,8 @@ def export_hf(
     Args:
         directory: Directory to write; it must not exist yet, or be empty. Rank 0 creates it; every
             rank that can then access it writes some of the tensors.
-        shapes: Shape of every HF tensor of the model, as `hf_shapes` returns them.
         dtype: Type of the written tensors, except for tensors that are kept in fp32.
-        config: Content of config.json.
         side_files: Folder from which tokenizer files are copied; None to copy none.
-        card: Text of the directory's README.md; None for no README.
         kept: Tensors that training passed over, which are copied unchanged; the same on all ranks.
 
     Raises:

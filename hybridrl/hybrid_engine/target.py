@@ -15,26 +15,21 @@ class WeightTarget(Protocol):
 
     def layout(self) -> RankLayout:
         """Returns which parts of the HF checkpoint this rank's parameters contain."""
-        ...
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Returns the engine's live parameters by their names in the layout, to write to."""
-        ...
 
     def begin_update(self) -> None:
         """Makes the parameters writable; until `finish_update` the engine does not generate."""
-        ...
 
     def sleep(self, keeps_memory: bool = False) -> None:
         """Stops generation until the next update has finished.
 
         With `keeps_memory`, weights and caches stay allocated instead of being freed for training.
         """
-        ...
 
     def finish_update(self, version: int) -> None:
         """Declares a new version of all parameters, and clears caches that depend on them."""
-        ...
 
 
 @runtime_checkable
@@ -43,7 +38,6 @@ class ForgettingTarget(WeightTarget, Protocol):
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
         """Returns whether `sleep(keeps_memory)` loses parameters; constant during a run."""
-        ...
 
 
 @runtime_checkable
@@ -52,7 +46,6 @@ class CopyingTarget(WeightTarget, Protocol):
 
     def stale_copy(self) -> str | None:
         """Returns the name of the first copy that differs from its parameter, or None."""
-        ...
 
 
 def stale_copy_of(target: WeightTarget) -> str | None:

@@ -49,9 +49,8 @@ def verify(
         {name: tensor.dtype for name, tensor in dests.items()}
     )
     sent: dict[Key, Tensor] = {}
-    summed: dict[
-        tuple[object, ...], Tensor
-    ] = {}  # by slice, so that a slice sent to many ranks is summed only once
+    # By slice, so that a slice sent to many ranks is summed only once.
+    summed: dict[tuple[object, ...], Tensor] = {}
     for dest_rank, copies in enumerate(plan.ops):
         for number, op in enumerate(copies):
             if op.source_rank != rank:

@@ -42,11 +42,9 @@ class ComputedTensor(Protocol):
     @property
     def inputs(self) -> Sequence[Tensor]:
         """Tensors in memory from which this tensor is computed."""
-        ...
 
     def compute(self, box: Box) -> Tensor:
         """Returns the rectangle `box` of the tensor."""
-        ...
 
 
 @runtime_checkable
@@ -64,7 +62,6 @@ class BatchedTensor(ComputedTensor, Protocol):
             device: Device of all tensors.
             programs: Maximum number of Triton programs; None for the whole device.
         """
-        ...
 
 
 SourceTensor: TypeAlias = Tensor | ComputedTensor
@@ -117,7 +114,6 @@ class WeightSource(Protocol):
     @property
     def layouts(self) -> Sequence[RankLayout]:
         """Layout of every rank's tensors."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
@@ -126,7 +122,6 @@ class WeightSource(Protocol):
         `refresh` should compute a small tensor, or an fp32 tensor among 16-bit weights, completely,
         so that it need not be a ComputedTensor.
         """
-        ...
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -135,7 +130,6 @@ class WeightSource(Protocol):
         Frozen tensors are sent once, and again only if an engine has lost them or a checkpoint has
         been loaded.
         """
-        ...
 
     @property
     def shard(self) -> TrainingShard | None:
@@ -144,11 +138,9 @@ class WeightSource(Protocol):
         None if the trainer's parameters differ from this source's weights, or are freed during
         rollout.
         """
-        ...
 
     def refresh(self) -> None:
         """Updates tensors that depend on the trained state; called before they are read."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
 
     Each mesh of `layouts` may contain all ranks or only some; a rank may be in all meshes.
     """
-    groups = [world_size] * (
-        2 if is_cpu else 1
-    )  # torch's default group (CPU only) and the group of `World`
+    # torch's default group (CPU only) and the group of `World`
+    groups = [world_size] * (2 if is_cpu else 1)
     for layout in layouts:
         groups += _groups(layout, is_cpu)
         groups += [layout.world_size] if layout.world_size < world_size else []  # group of `Mesh`

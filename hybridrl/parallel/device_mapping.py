@@ -48,9 +48,7 @@ class DeviceMapping:
     """
 
     def __init__(self, device: torch.device) -> None:
-        torch.zeros(
-            1, device=device
-        )  # creates the CUDA context and makes it current in this thread
+        torch.zeros(1, device=device)  # creates the CUDA context, and makes it this thread's
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.device = device
         location = _Location(DEVICE, device.index or 0)
@@ -89,12 +87,8 @@ class DeviceMapping:
 
     def map(self, address: int, size: int, handle: int) -> None:
         """Maps all memory of a handle at an address."""
-        address_, size_, offset = (
-            ctypes.c_uint64(address),
-            ctypes.c_size_t(size),
-            ctypes.c_size_t(0),
-        )
-        zero = ctypes.c_uint64(0)
+        address_, size_ = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        offset, zero = ctypes.c_size_t(0), ctypes.c_uint64(0)
         self._call("cuMemMap", address_, size_, offset, ctypes.c_uint64(handle), zero)
 
     def allow(self, address: int, size: int) -> None:

@@ -47,7 +47,6 @@ class Failure:
 
     Args:
         culprit: The rank that caused the failure, if it is another rank.
-        trace: Traceback; empty if there is none.
         time: Time of the failure, in seconds since the epoch.
     """
 

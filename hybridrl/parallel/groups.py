@@ -52,6 +52,8 @@ class World:
     Creating a World invalidates earlier ones, because Megatron stores only one set of groups per
     process.
 
+    Methods that exchange something raise PeerError if a rank is lost, has died or does not arrive.
+
     Args:
         timeout_s: Timeout in seconds for a collective that all ranks have entered.
         stall_timeout_s: Maximum time in seconds to wait for a rank that is alive; None for no
@@ -62,8 +64,7 @@ class World:
         sums_on_host: Whether sums and maxima use gloo, so that they do not wait behind an engine's
             kernels on the device.
         stop_signal: Number of the signal that asked some rank to save and stop; 0 if there was no
-            signal. Changes only when all ranks exchange values, so all ranks learn about a signal
-            at the same point.
+            signal. Changes only when all ranks exchange values, alike on all ranks.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class World:
         self.size: int = dist.get_world_size()
         self.heartbeat = heartbeat.of_job(timeout_s, stall_timeout_s)
         self.stop_signal, self.sums_on_host = 0, False
-        self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
+        self.cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
         parallel_state.destroy_model_parallel()  # groups of an earlier World in this process
         self.sum_over_world(torch.zeros(1))  # makes NCCL connect the ranks now
@@ -100,11 +101,6 @@ class World:
         self.heartbeat.forget_stop()
         self.stop_signal = 0
 
-    @property
-    def cpu_group(self) -> dist.ProcessGroup:
-        """Gloo group of all ranks; it exists on every platform."""
-        return self._cpu_group
-
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of `values` (same shape on all ranks) over all ranks, on the CPU."""
         return self._reduced(values, dist.ReduceOp.SUM)
@@ -122,11 +118,7 @@ class World:
         return on_device.cpu()
 
     def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over all ranks, on the CPU and over gloo.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
-        """
+        """Returns the sum of `values` over all ranks, on the CPU and over gloo."""
         return self.begin_sum_on_host(values)()
 
     def begin_sum_on_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -139,7 +131,7 @@ class World:
     def _begin_reduction(self, values: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:
         what, total = "an exchange of sums", values.clone()
         with self._explained(what):
-            work = dist.all_reduce(total, op, self._cpu_group, async_op=True)
+            work = dist.all_reduce(total, op, self.cpu_group, async_op=True)
 
         def wait() -> torch.Tensor:
             with self._explained(what):
@@ -160,9 +152,6 @@ class World:
         Args:
             received, sent: CPU tensors, split along their first dimension.
             received_W, sent_W: Sizes of the parts received from, and sent to, each rank.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
         """
         what = "an exchange of samples"
         with self._explained(what):
@@ -171,7 +160,7 @@ class World:
                 sent,
                 list(received_W),
                 list(sent_W),
-                group=self._cpu_group,
+                group=self.cpu_group,
                 async_op=True,
             )
             self.heartbeat.wait(work, what)
@@ -180,9 +169,6 @@ class World:
         """Returns the (picklable) objects from all ranks, in rank order, None for none; over gloo.
 
         `sent` has objects by receiving rank; they are sent directly.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
         """
         packed = [pack(sent.get(rank)) for rank in range(self.size)]
         sizes = torch.tensor([len(one) for one in packed])
@@ -198,25 +184,18 @@ class World:
         """Returns the (picklable) `value` of every rank, in rank order; over gloo.
 
         NumPy arrays are sent without pickling.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
         """
         return self._gather(pack(value), "an exchange of values")
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Returns the (picklable) `value` of rank `source` on every rank; over gloo.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
-        """
+        """Returns the (picklable) `value` of rank `source` on every rank; over gloo."""
         what = f"a broadcast of rank {source}"
 
         def wait(work: dist.Work) -> None:
             self.heartbeat.wait(work, what)
 
         with self._explained(what):
-            return broadcast_object(value, self.rank == source, source, self._cpu_group, wait)
+            return broadcast_object(value, self.rank == source, source, self.cpu_group, wait)
 
     def check(self) -> None:
         """Raises PeerError if the job has declared a rank lost."""
@@ -240,12 +219,9 @@ class World:
         """Waits until all ranks have arrived, before a collective with a timeout.
 
         Call it if one rank's preceding work (`what`) may take much longer than another's.
-
-        Raises:
-            PeerError: A rank is lost, has died or does not arrive.
         """
         with self.heartbeat.part(what), self._explained(what):
-            work = dist.barrier(group=self._cpu_group, async_op=True)
+            work = dist.barrier(group=self.cpu_group, async_op=True)
             self.heartbeat.wait(work, what)
 
     @contextlib.contextmanager
@@ -343,7 +319,7 @@ class World:
         One collective with 8 bytes per rank, then a broadcast for a single value. The upper bits of
         the sizes contain the signal that asks a rank to stop.
         """
-        group = self._cpu_group
+        group = self.cpu_group
 
         def wait(work: dist.Work) -> None:
             self.heartbeat.wait(work, what, poll=None if room is None else room.look)

@@ -10,8 +10,5 @@ def cores_of_rank(num_ranks: int) -> int:
 
     It is not more than the scheduler allows this process, which may have bound each rank to a share
     of its own already.
-
-    Args:
-        num_ranks: Number of ranks on the host.
     """
     return min((os.cpu_count() or 1) // num_ranks, len(os.sched_getaffinity(0)))

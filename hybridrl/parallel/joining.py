@@ -22,8 +22,7 @@ from hybridrl.parallel.descriptors import raise_limit
 from hybridrl.parallel.failure import STORE_FD, PeerError
 from hybridrl.platform import Platform
 
-# Time that all processes have to start. They may import from a slow disk, and send no heartbeats
-# yet.
+# Time for all processes to start: they may import from a slow disk, and send no heartbeats.
 START_S = 600.0
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun's agent
 # Defaults for NCCL, which the user can override. GRAPH_REGISTER is off, because NCCL would register
@@ -57,8 +56,7 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     if "MASTER_PORT" in os.environ:
         start = datetime.timedelta(seconds=max(timeout_s, START_S))
         store, rank, size = _job(start)
-        # Without a prefix, a later start in the same processes would read the addresses from this
-        # start.
+        # Without a prefix, a later start in these processes would read this start's addresses.
         store = dist.PrefixStore(f"start_{next(_STARTS)}", store)
         _wait_for_all(store, rank, size, start)
         store.set_timeout(timeout)
@@ -134,11 +132,7 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Waits until all ranks have announced their start in the store, longer than torch would.
-
-    Raises:
-        PeerError: Some ranks, which the message names, did not start.
-    """
+    """Waits for all ranks to start, longer than torch would; PeerError names those that did not."""
     store.set(f"started/{rank}", "")
     if store.add("started", 1) == size:
         store.set("all_started", "")

@@ -169,11 +169,9 @@ class TrainLayout:
         return range(first, first + count)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns the coordinates of `rank`."""
         return self._coordinates[rank]
 
     def rank_at(self, *, tp: int, cp: int, dp: int, pp: int) -> int:
-        """Returns the global rank at these coordinates."""
         return self._grid[Coordinates(tp, cp, dp, pp)]
 
     def groups(self, axis: str) -> list[list[int]]:
@@ -221,7 +219,6 @@ class RolloutLayout:
     """Assigns each rank to an engine replica and to a tensor-parallel rank in the replica.
 
     Args:
-        tp: Tensor-parallel size of an engine replica.
         assignment: Unique place of each rank; None for a rank without an engine.
         experts: Experts of each rank of the world, ascending, the same in all layers. None if whole
             experts are assigned to ranks in order.
@@ -247,15 +244,10 @@ class RolloutLayout:
 
     @property
     def replicas(self) -> int:
-        """Number of engine replicas."""
         return len(self.ranks) // self.tp
 
     def place(self, rank: int) -> Place:
-        """Returns the place of a rank that has an engine.
-
-        Raises:
-            ValueError: The rank has no engine.
-        """
+        """Returns the place of a rank that has an engine; raises ValueError if it has none."""
         place = self.assignment[rank]
         if place is None:
             raise ValueError(f"rank {rank} has no engine; ranks with engines: {self.ranks}")

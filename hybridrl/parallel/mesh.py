@@ -59,8 +59,7 @@ class Mesh:
         self.where: Coordinates | None = None
         if self._place is not None:
             self.where = layout.coordinates(self._place)
-        # If ranks disagreed on which ranks a group contains, they would wait for each other
-        # forever.
+        # If ranks disagreed on a group's members, they would wait for each other forever.
         same_on_all_ranks(world, "the training layout", f"{layout} on {self.ranks}")
         self._check_descriptors([mesh.layout for mesh in others])
         self._group: dist.ProcessGroup | None = None
@@ -79,17 +78,14 @@ class Mesh:
 
     @property
     def platform(self) -> Platform:
-        """Device and backend of this rank."""
         return self.world.platform
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is in the mesh."""
         return self._place is not None
 
     @property
     def is_whole_world(self) -> bool:
-        """Whether the mesh contains all ranks."""
         return len(self.ranks) == self.world.size
 
     @property
@@ -104,11 +100,7 @@ class Mesh:
 
     @property
     def place(self) -> Coordinates:
-        """This rank's coordinates in the layout.
-
-        Raises:
-            RuntimeError: The rank is outside the mesh.
-        """
+        """This rank's coordinates in the layout; raises RuntimeError if it is outside the mesh."""
         if self.where is None:
             raise RuntimeError(f"rank {self.world.rank} is not in the mesh of ranks {self.ranks}")
         return self.where
@@ -313,7 +305,6 @@ class Meshes:
 
 
 def layout_name(layout: TrainLayout) -> str:
-    """Describes a training layout as text."""
     dense = f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp}"
     experts = f" ep{layout.ep} etp{layout.etp}" if layout.ep * layout.etp > 1 else ""
     return f"{dense} vpp{layout.vpp}{experts}"

@@ -30,16 +30,13 @@ class Members(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order; collective."""
-        ...
 
 
 class PeerMemory(Protocol):
@@ -47,7 +44,6 @@ class PeerMemory(Protocol):
 
     def of(self, rank: int) -> Tensor:
         """Returns a rank's piece as a byte tensor. A rank may write only to its own piece."""
-        ...
 
     def barrier(self) -> None:
         """Makes later work on every rank wait until the earlier work on all ranks is done.
@@ -55,7 +51,6 @@ class PeerMemory(Protocol):
         The barrier applies to work on the device's current stream, or on the host if the memory is
         on the host.
         """
-        ...
 
 
 def host_id() -> str:
@@ -103,11 +98,9 @@ def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
     memory.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the memory is freed now, but the barrier still uses it
-    return (
-        ""
-        if found == list(range(ranks.size))
-        else f"shared memory holds {found} instead of each rank's number"
-    )
+    if found == list(range(ranks.size)):
+        return ""
+    return f"shared memory holds {found} instead of each rank's number"
 
 
 def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Members) -> PeerMemory:

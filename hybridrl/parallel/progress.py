@@ -15,5 +15,4 @@ def advance() -> None:
 
 
 def num_rounds() -> int:
-    """Returns the number of rounds counted so far."""
     return _ROUNDS[0]

@@ -49,8 +49,6 @@ class HostRing:
         """Sends files, and writes the files that arrive. The group remains usable after a failure.
 
         Args:
-            folder: Folder that contains all files. Its subfolders must exist.
-            names: Names of this rank's files, relative to the folder.
             failure: Earlier failure of this rank. If given, the rank sends no files.
 
         Returns:

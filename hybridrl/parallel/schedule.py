@@ -32,9 +32,7 @@ def forward_backward(
     """Accumulates gradients over all micro-batches, and reduces them over replicas.
 
     Args:
-        chunks: Model chunks of this stage, wrapped for data parallelism; one without vpp.
         lengths: For each micro-batch, number of positions that this context-parallel rank computes.
-        forward: Function that runs one chunk on one micro-batch and returns its output.
         loss: Function that receives the last chunk's output. It returns the loss, already divided
             by the global denominator, and an extra value. It is called only on the last stage.
 
@@ -47,8 +45,7 @@ def forward_backward(
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            # If the function returns three values instead of two, Megatron does not divide the
-            # loss.
+            # With three returned values instead of two, Megatron does not divide the loss.
             value, extra = loss(output, work)
             return value, torch.ones((), dtype=torch.int, device=value.device), extra
 

@@ -111,8 +111,7 @@ def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
     """Checks for the file and the end of the grace period until saving starts."""
     since: float | None = None
     while not is_saving.wait(LOOK_S):
-        # Not Path.exists, which raises an error if a file system does not respond for a while
-        # (ESTALE).
+        # Path.exists would raise an error while a file system does not respond (ESTALE).
         is_asked = world.rank == 0 and os.path.exists(notice.file)
         if is_asked and not world.heartbeat.stop_signal:
             with contextlib.suppress(OSError):

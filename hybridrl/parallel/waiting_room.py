@@ -54,9 +54,8 @@ class WaitingRoom:
                     return True
                 if time.monotonic() > deadline:
                     self._store.set("left", "")
-                    time.sleep(
-                        MAX_POLL_S + POLL_S
-                    )  # let waiting ranks read the failure before the store ends
+                    # Let waiting ranks read the failure before the store ends.
+                    time.sleep(MAX_POLL_S + POLL_S)
                 time.sleep(POLL_S)
         except dist.DistError:  # the store was in a rank that has ended
             pass
@@ -112,7 +111,6 @@ def timed_barrier(
 
     Args:
         name: Name of the barrier; must be the same on all ranks, and different for each barrier.
-        size: Number of ranks.
         within_s: Maximum time that this rank waits if all ranks have arrived.
         come_within_s: Maximum time that this rank waits for ranks that have not arrived; at most
             `within_s`.

@@ -51,7 +51,6 @@ class Call:
     """A rank's call to torch.distributed.
 
     Args:
-        group: Torch's name and description of the process group.
         number: Number of the call in the group; sends and receives are numbered separately.
         what: Operation, dtype and shape.
         peer: Other rank of a send or receive (`is_p2p`); None if unknown.
@@ -76,16 +75,11 @@ class Beat:
     """A heartbeat: the state that a rank reports every few seconds.
 
     Args:
-        count: Number of the heartbeat.
         host_id: Id of the host; equal for ranks that can see each other's processes.
         part: Current part of `World.all_agree` or `World.arrive`; empty outside of them.
-        at: Innermost lines on the main thread's stack.
         entered: Number of collectives that the rank has entered, by group.
-        wait: What the main thread is currently waiting for, if anything.
         within: Seconds since the rank began a part whose collectives have no timeout; else None.
-        is_in_collective: Whether the main thread is in a call to torch.distributed.
         found: For each other rank on this host whose process cannot continue, the reason.
-        knows: Whether the rank has read the verdict.
         stop_signal: Number of the signal that asked this rank (for rank 0: any rank) to save and
             stop; 0 if none.
         stop_epoch: How often the rank has forgotten signals; only those of one epoch count.
@@ -112,12 +106,10 @@ class Beat:
     latest: Sequence[Call] = ()
 
     def to_json(self) -> str:
-        """Returns the heartbeat as JSON."""
         return json.dumps(asdict(self), default=_range_ends)
 
     @staticmethod
     def from_json(text: str | bytes) -> Beat:
-        """Returns the heartbeat that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         wait = fields.pop("wait")
         found = {int(rank): state for rank, state in fields.pop("found").items()}
@@ -142,12 +134,10 @@ class Verdict:
     culprit: int | None
 
     def to_json(self) -> str:
-        """Returns the verdict as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> Verdict:
-        """Returns the verdict that `to_json` wrote."""
         return Verdict(**json.loads(text))
 
 
@@ -281,14 +271,10 @@ class Watch:
 
     def described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
         """Describes what ranks are doing. Names at most MAX_NAMED of them."""
+        blocked = " (its Python does not answer, but its process runs)"
         named = [
             f"rank {rank} on host {beats[rank].host}"
-            + (
-                " (its Python does not answer, but its process runs)"
-                if self.is_silent(rank)
-                else ""
-            )
-            + f", {beats[rank].where}"
+            f"{blocked if self.is_silent(rank) else ''}, {beats[rank].where}"
             for rank in ranks[:MAX_NAMED]
         ]
         more = f"; and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""

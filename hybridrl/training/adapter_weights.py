@@ -27,9 +27,7 @@ class AdapterWeights:
     """A `WeightSource` of frozen weights, A and s B.
 
     Args:
-        layouts: Layout of every rank, with adapters.
         parameters: This rank's tensors by local name; B without its factor.
-        scale: Factor s.
         changing: Local names of tensors that change in addition to the adapters: parameters that
             are trained, and weights into which other adapters are merged.
         shard: Frozen weights that an engine may use instead of a copy.
@@ -80,7 +78,6 @@ class MergedTensor:
         b: B, (rows, rank).
         rows: (rows,), the output row of each row of B.
         places: (rows,), the index of the projection of each row of B.
-        scale: Factor s.
     """
 
     weight: Tensor
@@ -123,9 +120,7 @@ class MergedTensor:
         return found.to(self.weight.dtype)
 
     def _wide_b(self, first: int, last: int) -> Tensor:
-        """Returns s B of some output rows with a column block for each projection:
-        (rows, projections, rank), fp32.
-        """
+        """Returns s B of some output rows, (rows, projections, rank), fp32."""
         rank = self.b.size(1)
         wide = self.b.new_zeros(last - first, self.a.size(0) // rank, rank, dtype=torch.float32)
         is_inside = (self.rows >= first) & (self.rows < last)
@@ -134,9 +129,7 @@ class MergedTensor:
         return wide
 
     def rounding(self) -> tuple[float, float]:
-        """Returns the squared norm of what rounding takes from the update s B A, and the squared
-        norm of the update.
-        """
+        """Returns the squared norms of what rounding takes from s B A, and of s B A."""
         lost = total = 0.0
         num_rows, num_columns = self.weight.shape
         step = max(MAX_ROUNDED // num_columns, 1)
@@ -156,10 +149,8 @@ def merged_tensors(
     """Returns this rank's weights by local name, with the adapters merged into them.
 
     Args:
-        parameters: This rank's parameters by local name, with those of the adapters.
         linears: For each module with an adapter by local name, the output rows and the projections
             of the rows of B.
-        scale: Factor s.
     """
     found: dict[str, SourceTensor] = {
         name: tensor for name, tensor in parameters.items() if not is_adapter(name)
@@ -175,8 +166,6 @@ class MergedWeights:
     """A `WeightSource` of weights with the adapters merged into them.
 
     Args:
-        layouts: Layout of every rank, without adapters.
-        tensors: This rank's tensors by local name.
         frozen: Local names of weights without an adapter, which are not trained.
     """
 

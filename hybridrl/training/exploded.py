@@ -17,7 +17,6 @@ def explosion_of(trained: Mapping[str, ParallelModel], symptom: object) -> UserE
 
     Args:
         trained: Trained models by name; they must be in the training phase.
-        symptom: The failure, which occurred on all ranks.
     """
     for name, model in trained.items():
         parts = model.world.gather_objects(exploded(model.weights_in_place()))

@@ -40,11 +40,6 @@ def model_source(
     """Reads the model's config.json and selects its family.
 
     Args:
-        config: The section `model`.
-        platform: Platform on which the model runs.
-        longest: See `ModelSource`.
-        lora: Adapters of the model; None if it has none.
-        seed: Seed of initial weights.
         is_exported: Whether the model is trained and may be exported.
         trains_mtp: Whether the layer for multi-token prediction is trained (`train.mtp_coef`).
     """
@@ -97,11 +92,8 @@ def build_model(
 def start_weights(model: ParallelModel, seed: int) -> None:
     """Initializes this rank's weights, except adapters, from the seed of the run."""
     if model.mesh.is_member:
-        source, tensors = model.source, model.own_weights()
-        shapes, layout = (
-            hf_shapes(base_of(source.family), model.shape, model.head),
-            model.own_layout(),
-        )
+        source, tensors, layout = model.source, model.own_weights(), model.own_layout()
+        shapes = hf_shapes(base_of(source.family), model.shape, model.head)
         norm_weight = float(not source.shape.centered_norms)
         init_weights(layout, shapes, tensors, source.hf_config, seed, norm_weight)
 
@@ -110,9 +102,7 @@ def start_adapters(model: ParallelModel, path: str | None, seed: int) -> None:
     """Loads this rank's part of the adapters from a PEFT directory, or initializes it.
 
     Args:
-        model: Model with adapters.
         path: PEFT directory; None to draw A from the seed and set B to zero.
-        seed: Seed of the run.
     """
     if not model.mesh.is_member:
         return
@@ -132,8 +122,6 @@ def load_weights(
     """Loads this rank's shard of the weights from an HF directory or a hub name.
 
     Args:
-        model: Model to load into.
-        section: The section `model`.
         missing_ok: HF tensors that may be absent; the model keeps its values for them.
     """
     if model.mesh.is_member:

@@ -22,20 +22,16 @@ from torch import Tensor
 from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.hybrid_engine.memory.phases import Restorable
 from hybridrl.training.piecewise_adam import PiecewiseAdam
+from hybridrl.training.staging import aligned
 
 MOMENT_BYTES = 8  # Adam's two fp32 moments, for each parameter that this rank's optimizer owns
-ALIGNMENT = 512  # bytes; alignment of each storage within the shared buffer
 
 Place: TypeAlias = Callable[[Tensor, int, int], object]
 """Moves a tensor's storage to an address; the last argument is the storage's size in bytes."""
 
 
 def flat_buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Returns the buffers of trained parameters and their gradients.
-
-    Args:
-        chunks: Megatron's data-parallel wrappers.
-    """
+    """Returns the buffers of trained parameters in Megatron's data-parallel wrappers."""
     return [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
 
 
@@ -43,11 +39,7 @@ class TrainedModelMemory:
     """Gradient buffers and optimizer state of one model on this rank.
 
     Args:
-        chunks: Megatron's data-parallel wrappers.
-        optimizer: Megatron's optimizer.
         weights: Parameters of the model. In an fp32 model they are also the optimizer's masters.
-        device: Device that holds the model.
-        max_tokens: Maximum number of tokens in a micro-batch.
     """
 
     def __init__(
@@ -64,7 +56,7 @@ class TrainedModelMemory:
         self._weight_storages = {weight.untyped_storage()._cdata for weight in weights}
         self._has_stepped = False
         self._lent: LentMemory | None = None
-        self._place: Place = _nothing
+        self._place: Place  # set by `move_gradients_to`
 
     def move_gradients_to(self, memory: LentMemory, place: Place) -> None:
         """Moves the gradient buffers permanently into memory that an engine lends.
@@ -72,8 +64,6 @@ class TrainedModelMemory:
         Args:
             memory: Memory that the engine lends, at least `gradient_bytes` large. The trainer must
                 not be using it yet.
-            place: Function that `ops.storage_placer` returned.
-
         Raises:
             RuntimeError: The gradient buffers are not released.
         """
@@ -145,9 +135,7 @@ class TrainedModelMemory:
         return sum(buffer.param_data.nbytes for buffer in self._buffers)
 
     def state_bytes(self) -> tuple[int, int]:
-        """Returns the size of the complete optimizer state on the device, and of its unallocated
-        part.
-        """
+        """Returns the sizes of the complete optimizer device state and of its unallocated part."""
         missing = sum(
             parameter.numel() * MOMENT_BYTES
             for optimizer in self._adams()
@@ -166,9 +154,7 @@ class TrainedModelMemory:
         )
 
     def stepped(self) -> None:
-        """Records that an optimizer step was taken. From then on, all memory that an update needs
-        is allocated.
-        """
+        """Records an optimizer step, after which all memory that an update needs is allocated."""
         self._has_stepped = True
 
     @property
@@ -178,9 +164,7 @@ class TrainedModelMemory:
 
     @contextmanager
     def watching(self, num_tokens: int) -> Iterator[None]:
-        """Context manager: measures the peak GPU memory of passes over micro-batches of at most
-        `num_tokens` tokens.
-        """
+        """Measures the peak GPU memory of passes over micro-batches of at most `num_tokens`."""
         if self._device.type == "cpu":
             yield
             return
@@ -200,9 +184,7 @@ class TrainedModelMemory:
         return taken * max(0, self._max_tokens - tokens) // tokens if tokens else 0
 
     def bytes_to_come(self) -> int:
-        """Returns how many bytes the optimizer state on the device will grow by until the next
-        rollout.
-        """
+        """Returns by how many bytes the optimizer state will grow until the next rollout."""
         return self.state_bytes()[1]
 
     def _adams(self) -> Iterator[Any]:
@@ -235,15 +217,6 @@ def released(memories: Sequence[Restorable]) -> Iterator[None]:
     yield
     for memory in memories:
         memory.restore()
-
-
-def _nothing(*_: object) -> None:
-    """Does nothing."""
-
-
-def aligned(num_bytes: int) -> int:
-    """Returns a size rounded up to a multiple of ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

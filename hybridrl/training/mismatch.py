@@ -67,9 +67,7 @@ EXACT_BOUNDS = Bounds(refuse=0.0, warn=0.0, residual=0.0)
 
 
 def bounds_of(dtype: torch.dtype, config: Config) -> Bounds:
-    """Returns the bounds for a model's type, with the engine and the exactness of a
-    configuration.
-    """
+    """Returns the bounds for a model's data type under a configuration."""
     if config.numerics.is_exact:
         return EXACT_BOUNDS
     return FP8_BOUNDS if uses_fp8(config) else BOUNDS[dtype]
@@ -90,7 +88,6 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     correlation, or NaN if the log-probabilities of the engine or the trainer are constant.
 
     Args:
-        batch: Batch that contains the engine's log-probabilities, `behaviour_logp_T`.
         logp_T: The trainer's log-probabilities at the start of the step, shape (T,) like the
             batch's columns.
     """
@@ -124,12 +121,7 @@ def behaviour_metrics(
 
 
 class MismatchWarning:
-    """Warns if the mean difference in a step exceeds the bound, at most once per 50 steps.
-
-    Args:
-        dtype: Data type of the model's parameters.
-        config: Configuration of the run.
-    """
+    """Warns if the mean difference in a step exceeds the bound, at most once per 50 steps."""
 
     def __init__(self, dtype: torch.dtype, config: Config) -> None:
         self._bound = bounds_of(dtype, config).warn

@@ -111,9 +111,6 @@ class ModelSource:
     """A model's architecture, data type and files.
 
     Args:
-        family: Model family.
-        hf_config: Contents of the model's config.json.
-        dtype: Data type of the parameters during training.
         family_key: Value of `model.family` that selects this family.
         directory: Directory with the model's tokenizer files, if any.
         longest: Length of the longest sequence in tokens, needed if rotary positions depend on it
@@ -175,9 +172,6 @@ class ParallelModel:
     Args:
         mesh: Ranks that hold the model, and its layout. Other ranks hold no part of it but must
             join collective calls.
-        source: The model's architecture, data type and files.
-        head: 'lm' or 'value'.
-        train: The config section `train`: micro-batch budget, recomputation and optimizer.
         lender: Model on the same mesh whose frozen weights this model uses where both have the
             same weights. This model then trains only its adapters, `lora.full` and a value head.
 
@@ -329,12 +323,7 @@ class ParallelModel:
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
 
     def read_scores(self, token: ScoreToken) -> None:
-        """Declares that this model's values are the scores of a reward model.
-
-        Args:
-            token: Response token at which the score is read: the last token, or the token before
-                it.
-        """
+        """Declares that this model's values are the scores of a reward model."""
         self.score_token = token
         self.planner.at_own_token = token == LAST
 
@@ -382,9 +371,7 @@ class ParallelModel:
         return self._layout(base_of(self.source.family), self._place)
 
     def own_layout(self) -> RankLayout:
-        """Returns the layout of this rank without adapters and without parameters of another model;
-        not collective.
-        """
+        """Returns the layout of `own_weights`; not collective."""
         layout = self.base_layout()
         return of_names(layout, layout.shapes.keys() - self.borrowed)
 
@@ -406,9 +393,7 @@ class ParallelModel:
         return {name: one for name, one in self.weights().items() if not is_adapter(name)}
 
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters without adapters and without parameters of another model,
-        as `weights`.
-        """
+        """Returns this rank's parameters without adapters and `borrowed` ones, as `weights`."""
         found = self.base_weights().items()
         return {name: one for name, one in found if name not in self.borrowed}
 
@@ -462,16 +447,13 @@ class ParallelModel:
         return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
 
     def _unchanging(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's weights that training with adapters does not change: frozen
-        parameters and the routers' biases.
-        """
+        """Returns this rank's weights that training with adapters does not change."""
         return self.frozen_weights() | weight_buffers(self._chunks)
 
     @torch.no_grad()
     def merging_loss(self) -> float | None:
-        """Returns the share of the adapters' update that is lost when merged weights are rounded to
-        the model's data type: the norm of the error divided by the norm of s B A, over all adapted
-        layers. None if the model has no adapters or their update is zero. Collective.
+        """Returns the norm of the error of rounding merged weights, divided by that of s B A, over
+        all adapted layers; None if there are no adapters or their update is zero. Collective.
         """
         if self.lora is None:
             return None
@@ -542,7 +524,6 @@ class ParallelModel:
         """Adds gradient buffers and the optimizer; the weights must already be loaded.
 
         Args:
-            peak_learning_rate: Peak value of the learning-rate schedule.
             peer_weights: Shared memory for the parameters; by default, Megatron allocates ordinary
                 memory.
         """
@@ -579,9 +560,7 @@ class ParallelModel:
         )
 
     def mark_trained(self) -> None:
-        """Marks which of this rank's parameters are trained. Checkpoints of a model with adapters
-        contain only these.
-        """
+        """Marks the trained parameters, the only ones in checkpoints of a model with adapters."""
         if self.mesh.is_member:
             trained = self._layout(self.trained_family, self._place).shapes
             mark(named_parameters(self._chunks), trained)
@@ -665,8 +644,6 @@ class ParallelModel:
         backward.
 
         Args:
-            inputs: Micro-batches of this rank.
-            loss: Loss function for one micro-batch.
             *more: Further micro-batches with their own loss functions; all gradients are added up.
         """
         if not self.mesh.is_member:
@@ -690,11 +667,7 @@ class ParallelModel:
             )
 
     def _prepare_routers(self, inputs: Sequence[ModelInput]) -> None:
-        """Sets the routers' loss coefficients, and the token count by which losses are divided.
-
-        Collective over the replicas if there are such losses, because the tokens of all replicas
-        are counted.
-        """
+        """Sets coefficients and token counts of the routers' losses; collective over replicas."""
         if self.source.shape.moe is None:
             return
         losses, num_tokens = self.train.moe, 1
@@ -707,9 +680,7 @@ class ParallelModel:
             router.num_step_tokens = num_tokens
 
     def _prepare_mtp(self, inputs: Sequence[ModelInput]) -> None:
-        """Sets the coefficient of the loss of multi-token prediction, and the number of response
-        tokens by which it is divided; collective over the replicas.
-        """
+        """Sets the coefficient and divisor of the loss of MTP; collective over the replicas."""
         if not self.shape.has_mtp:
             return
         targets = sum(int(one.whole.loss_mask_S.sum()) for one in inputs)
@@ -720,9 +691,7 @@ class ParallelModel:
             layer.coefficient, layer.num_step_targets = self.train.mtp_coef, num_targets
 
     def mtp_loss(self) -> dict[str, float]:
-        """Returns the loss of multi-token prediction in the last update, nats per target token;
-        empty if the model has no such layer. Collective.
-        """
+        """Returns the last loss of MTP, nats per target token; empty without MTP. Collective."""
         if not self.shape.has_mtp:
             return {}
         found = torch.zeros(2, dtype=torch.float64)

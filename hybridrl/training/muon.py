@@ -45,8 +45,6 @@ class _Owned:
     """A parameter of which this rank updates a shard.
 
     Args:
-        parameter: The whole local parameter of the model.
-        group: Number of the parameter group.
         master: The shard that is updated, flat.
         begin: Index of the shard's first element in the parameter.
         matrices: Matrices that the parameter consists of; empty if AdamW updates it.
@@ -72,15 +70,12 @@ class Muon(StepCounts):
     """Muon and AdamW on the shards of one distributed optimizer.
 
     Args:
-        optimizer: Megatron's distributed optimizer.
         matrices: Matrices of each model parameter that Muon updates.
         peers: For each of these parameters, the group of tensor-parallel ranks that have parts of
             its matrices; None if this rank has them whole.
-        momentum: Decay rate of the momentum.
 
     Attributes:
         state: States of each shard, by name: `momentum_buffer`, or AdamW's moments; all fp32.
-        device: Device of the parameters.
     """
 
     def __init__(
@@ -175,10 +170,9 @@ class Muon(StepCounts):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Returns nearly the nearest orthogonal matrix, by Newton-Schulz iterations (Jordan et al.
-    2024).
+    """Returns nearly the nearest orthogonal matrix, by Newton-Schulz iterations.
 
-    The result is computed in bf16 on a GPU, as by Jordan et al., and in fp32 on a CPU.
+    The result is computed in bf16 on a GPU, as by Jordan et al. (2024), and in fp32 on a CPU.
     """
     found = matrix.bfloat16() if matrix.device.type == "cuda" else matrix.float()
     is_tall = found.size(0) > found.size(1)
@@ -201,11 +195,6 @@ def model_matrices(
 ) -> tuple[dict[Tensor, tuple[Matrix, ...]], dict[Tensor, Any]]:
     """Returns the matrices of each trained parameter that Muon updates, and the groups of ranks
     that have parts of them (`Muon`).
-
-    Args:
-        named: Parameters of the model on this rank, by local name.
-        layout_of: Function that returns the layout of a rank.
-        tp_group, expert_tp_group: Tensor-parallel groups of this rank.
     """
     found: dict[Tensor, tuple[Matrix, ...]] = {}
     peers: dict[Tensor, Any] = {}

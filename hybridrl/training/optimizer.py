@@ -240,8 +240,6 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
     skipped steps, the run ends k steps before the end of the schedule.
 
     Args:
-        train: The section `train`.
-        peak: Peak value of the schedule.
         update: Index of this model's optimizer step, starting at 0.
         num_updates: Number of optimizer steps that this model takes in the whole run.
     """
@@ -263,11 +261,6 @@ def set_step_options(optimizer: MegatronOptimizer, train: TrainConfig, rate: flo
     Megatron's parameter groups contain multipliers that only its own scheduler applies; `wd_mult`
     is 0 for norms and biases. Loading a checkpoint restores the constants that were used when it
     was saved, so they are set from the configuration before every step.
-
-    Args:
-        optimizer: Megatron's optimizer.
-        train: The section `train`.
-        rate: Learning rate.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_mult"]

@@ -22,14 +22,12 @@ from hybridrl.models.trainable import frozen
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
-from hybridrl.training.memory import aligned, flat_buffers
+from hybridrl.training.memory import flat_buffers
+from hybridrl.training.staging import aligned
 
 
 class PeerWeights:
     """Memory for one model's parameters, readable by all ranks.
-
-    Args:
-        world: Ranks that share the memory.
 
     Attributes:
         memory: The memory; None before `move`.
@@ -75,8 +73,6 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
     """Returns peer memory for the policy's weights; None if they are sent as messages. Collective.
 
     Args:
-        config: The run's configuration.
-        world: Ranks of the run.
         notify: Function that is called with the reason if 'auto' does not select 'peer'.
 
     Raises:

@@ -53,8 +53,6 @@ class _Piece:
     """Parameters of one group that are updated together.
 
     Args:
-        group: Number of the parameter group.
-        dtype: Data type of the weights.
         segments: Parameters' elements in the order of their states.
         begin, end: Range of their states.
     """
@@ -71,15 +69,10 @@ class PiecewiseAdam(StepCounts):
 
     Args:
         param_groups: Megatron's parameter groups, which contain flat bf16 or fp32 shards.
-        device: Device of the parameters.
-        on_host: Whether the state is in host memory.
-        num_ranks: Number of ranks on this host.
 
     Attributes:
         param_groups: The groups, with the step count `step` once a step was taken.
         state: Views of each parameter's states, by name.
-        on_host: Whether the state is in host memory.
-        device: Device of the parameters.
         gradient_scale: Factor by which the next step multiplies gradients, to clip them.
         piece_elements: Maximum number of elements in a piece.
 
@@ -205,9 +198,7 @@ class _Scratch:
         """Updates the weights of a piece, and its state.
 
         Args:
-            piece, group: The piece, and the options of its group.
             state: States of the piece on the device, in the order of `state_names`.
-            scale: Factor for the gradients.
         """
         size = piece.end - piece.begin
         gradient, change = self._gradient[:size], self._change[:size]

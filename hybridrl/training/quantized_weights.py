@@ -28,10 +28,8 @@ class QuantizedTensor:
     """The bits of a weight's float8_e4m3fn elements, uint8; a `BatchedTensor`.
 
     Args:
-        weight: The weight, (rows, columns).
         parts: Parts of the weight; together they contain all of it.
         scales: Scales of blocks by name.
-        block: Rows and columns of a block.
     """
 
     weight: Tensor
@@ -108,9 +106,6 @@ class QuantizedWeights:
 
     Args:
         source: Weights in 16 bits, in memory.
-        rank: Global rank of this process.
-        quantized: Shapes of the HF tensors to quantize.
-        block: Rows and columns of a block.
 
     Raises:
         ModelError: A rank holds only part of a block; names the parameter.

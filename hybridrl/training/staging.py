@@ -19,7 +19,7 @@ from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_t
 from hybridrl.errors import UserError
 
 NUM_SLOTS = 3  # one piece is copied in, one is updated, and one is copied out
-ALIGNMENT = 512  # bytes; alignment of each tensor in a slot
+ALIGNMENT = 512  # bytes; alignment of each tensor in a slot or a shared buffer
 
 
 def check_host_memory(found: Sequence[tuple[int, int, int]]) -> None:
@@ -42,11 +42,6 @@ def check_host_memory(found: Sequence[tuple[int, int, int]]) -> None:
 
 class HostState:
     """Zero-filled host memory for an optimizer state; page-locked if the device is a GPU.
-
-    Args:
-        num_bytes: Size of the memory.
-        device: Device that updates the state.
-        num_ranks: Number of ranks of the mesh on this host.
 
     Raises:
         UserError: The operating system does not allow this process as much memory.
@@ -74,12 +69,13 @@ class Staging:
 
     Args:
         pieces: Host tensors of each piece, in the order in which the step updates them.
-        device: Device that updates the state.
     """
 
     def __init__(self, pieces: Sequence[Sequence[Tensor]], device: torch.device) -> None:
         self._pieces = pieces
-        piece_bytes = max((sum(map(_aligned_bytes, piece)) for piece in pieces), default=0)
+        piece_bytes = max(
+            (sum(aligned(one.nbytes) for one in piece) for piece in pieces), default=0
+        )
         self._slots = [
             torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)
         ]
@@ -118,7 +114,7 @@ class Staging:
             for tensor in piece:
                 copy = slot[used : used + tensor.nbytes].view(tensor.dtype)
                 copies.append(copy.copy_(tensor, non_blocking=True))
-                used += _aligned_bytes(tensor)
+                used += aligned(tensor.nbytes)
             return copies, self._inward.record_event() if self._is_gpu else None
 
     def _copy_out(self, number: int, piece: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
@@ -144,5 +140,6 @@ def _too_large(num_bytes: int, reason: str) -> UserError:
     )
 
 
-def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(num_bytes: int) -> int:
+    """Returns a size rounded up to a multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -16,9 +16,6 @@ import torch
 class StepCounts:
     """Parameter groups, each with the number of its steps.
 
-    Args:
-        param_groups: Megatron's parameter groups, which contain flat shards of parameters.
-
     Attributes:
         param_groups: The groups, with the step count `step` once a step was taken.
     """

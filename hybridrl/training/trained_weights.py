@@ -32,8 +32,6 @@ class TrainedWeights:
     """This rank's parameters of one trained model.
 
     Args:
-        chunks: Megatron's data-parallel wrappers.
-        optimizer: Function that returns Megatron's optimizer.
         gathers_late: Whether `release` or `complete` gathers the parameters, rather than the step
             itself.
         is_freed: Whether `release` frees the parameters, to be rebuilt from fp32 masters.

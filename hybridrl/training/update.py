@@ -27,7 +27,6 @@ class LossPart:
 
     Args:
         name: Prefix for the metrics: the model's name, or the name of an additional loss term.
-        inputs: Micro-batches of this rank.
         results: Results of the loss function; empty except on the last pipeline stage.
         metrics: Metrics, including `NAME/loss`; the same on all ranks.
     """
@@ -69,13 +68,10 @@ class Gradients:
     """Accumulated but not yet applied gradients of one model for a mini-batch.
 
     Args:
-        name: Name of the model, used as prefix for its metrics.
-        model: Model that holds the gradients.
         loss_parts: Loss of the mini-batch, followed by any additional loss terms.
         metrics: Metrics, the same on all ranks: `NAME/loss`, `NAME/grad_norm`,
             `NAME/learning_rate`, `moe/...` (router.py, load_metrics), `router/...`
             (router_replay.py, replay_metrics) and `mtp/loss`.
-        rate: Learning rate for the step.
     """
 
     name: str
@@ -88,12 +84,7 @@ class Gradients:
     def of(
         name: str, model: ParallelModel, loss_parts: Sequence[LossPart], num_updates_in_run: int
     ) -> Gradients:
-        """Computes the gradient norm and collects the metrics.
-
-        Args:
-            name, model, loss_parts: See the class.
-            num_updates_in_run: Number of optimizer steps that this model takes in the whole run.
-        """
+        """Computes the gradient norm and collects the metrics."""
         metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         experts = "moe" if name == "policy" else f"{name}/moe"
         metrics |= {f"{experts}/{what}": value for what, value in model.expert_load().items()}

@@ -43,7 +43,6 @@ def shared_names(
     training too.
 
     Args:
-        source, target: Layouts of the trainer and of the engine on the same rank.
         has_even_stacks: Whether a stack's experts are, or may be, evenly spaced in memory
             (`stacks_are_even`); if False, no stack is shared.
     """

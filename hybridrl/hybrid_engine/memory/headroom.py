@@ -36,10 +36,6 @@ class Headroom:
 
     All ranks decide from the `spare_bytes` of all ranks, so they reach the same decision.
 
-    Args:
-        measure: Function that returns free and total bytes.
-        count_flushes: Function that returns how often the allocator has freed its cache.
-
     Attributes:
         is_enough: Whether the next phase change frees no memory.
     """

@@ -57,11 +57,9 @@ class MemoryLender(Protocol):
         With `keeps_weights`, only pieces of the KV cache are lent, so that frozen weights are sent
         only once. The pieces stay allocated in both phases. The engine must sleep.
         """
-        ...
 
     def released_bytes(self) -> int:
         """Returns the bytes of tensors without memory while the engine sleeps, as torch counts."""
-        ...
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
@@ -74,8 +72,7 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
             break
         enough = [other for other in largest_first if sizes[other] >= missing]
         fitting = [other for other in enough if other not in chosen]
-        # Take the smallest size that is enough; if no size is enough, take the largest remaining
-        # size.
+        # Take the smallest size that is enough, or else the largest remaining size.
         chosen.append(fitting[-1] if fitting else index)
         missing -= sizes[chosen[-1]]
     return chosen
@@ -86,10 +83,6 @@ class LentMemory:
 
     `restore` allocates this object's own memory and `release` frees it; calls must alternate and
     begin with `restore`.
-
-    Args:
-        mapping: Device on which memory is mapped.
-        num_bytes: Number of bytes needed.
 
     Attributes:
         address: Address of the first byte. Lent bytes are always accessible.
@@ -115,11 +108,7 @@ class LentMemory:
         return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
-        """Allocates and maps the memory that the lender did not provide, if any.
-
-        Raises:
-            torch.OutOfMemoryError: The device has too little memory.
-        """
+        """Allocates and maps the memory that the lender did not provide, if any."""
         if self._own_size:
             place = self.address + self._lent_size
             self._own_handle = self._mapping.create(self._own_size)

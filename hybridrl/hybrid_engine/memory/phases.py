@@ -27,11 +27,9 @@ class Restorable(Protocol):
 
     def release(self) -> None:
         """Frees the memory, after backing up content that must survive."""
-        ...
 
     def restore(self) -> None:
         """Allocates the memory again. Backed-up content may be copied back asynchronously."""
-        ...
 
 
 class TrainingMemory(Restorable, Protocol):
@@ -40,12 +38,10 @@ class TrainingMemory(Restorable, Protocol):
     @property
     def may_stay(self) -> bool:
         """Whether the memory may stay allocated during rollout, after a full update with it."""
-        ...
 
     @property
     def growth_bytes(self) -> int:
         """Bytes by which full micro-batches would raise the peak since the last release."""
-        ...
 
 
 class TrainingWeights(Restorable, Protocol):
@@ -57,33 +53,23 @@ class TrainingWeights(Restorable, Protocol):
     @property
     def is_freed(self) -> bool:
         """Whether `release` frees the weights instead of starting an all-gather."""
-        ...
 
 
 class PhaseSwitch:
     """Stores the current phase and rejects invalid changes."""
 
     def __init__(self) -> None:
-        self._phase = Phase.TRAIN
-
-    @property
-    def phase(self) -> Phase:
-        """The current phase; initially training."""
-        return self._phase
+        self.phase = Phase.TRAIN
 
     def enter(self, phase: Phase) -> None:
-        """Changes the phase.
-
-        Raises:
-            PhaseError: `phase` is already the current phase.
-        """
-        if phase is self._phase:
+        """Changes the phase; raises PhaseError if it is the current phase already."""
+        if phase is self.phase:
             raise PhaseError(f"cannot enter phase {phase.value}, because it is the current phase")
-        self._phase = phase
+        self.phase = phase
 
     def require(self, phase: Phase, action: str) -> None:
         """Raises PhaseError unless `phase` is the current phase."""
-        if self._phase is not phase:
+        if self.phase is not phase:
             raise PhaseError(
-                f"{action} needs phase {phase.value}, but the current phase is {self._phase.value}"
+                f"{action} needs phase {phase.value}, but the current phase is {self.phase.value}"
             )

@@ -31,8 +31,7 @@ from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
 CHUNK = 4096  # candidates that are evaluated together, to limit memory
-# Share of the received bytes that an order must save if it spreads data-parallel groups over more
-# nodes.
+# Share of the received bytes that an order must save to spread data-parallel groups further.
 WORTH_SPREADING = 0.1
 
 
@@ -65,14 +64,11 @@ def assign(
     """Assigns each of the given ranks a replica and a tensor-parallel rank in it.
 
     Args:
-        sources: Training layout of each rank; some may be empty.
         parts: Engine layout of each tensor-parallel rank. The number of ranks must be a multiple of
             the number of parts.
         domain_size: Number of consecutive ranks on one node; None if all are on one node. A replica
             is placed on one node if it fits, otherwise on as few nodes as possible.
         is_ascending: Whether the ranks of a replica must ascend in tensor-parallel order.
-        ranks: Ranks that have engines, ascending; None for all.
-        costs: Costs of these sources and parts; None to compute them.
     """
     costs = costs or Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
@@ -123,11 +119,6 @@ def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, lis
 
     A pattern assigns each rank of a unit a tensor-parallel rank. For units of up to 8 ranks all
     patterns are returned, for larger units only patterns with regular intervals.
-
-    Args:
-        size: Number of ranks that have engines.
-        tp: Number of ranks in a replica.
-        domain_size: Number of ranks on a node; None if all ranks are on one node.
     """
     unit = _unit(size, tp, domain_size or size)
     if unit <= MAX_EXACT:
@@ -165,8 +156,6 @@ def choose_order(
 
     Args:
         train, sources: Training layout in Megatron's default order, and that of each rank.
-        parts: Engine layout of each tensor-parallel rank.
-        domain_size: Number of consecutive ranks on one node; None if all are on one node.
     """
     costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)

@@ -57,7 +57,6 @@ def schedule_exchanges(
     """Returns a rank's messages in every exchange; all ranks have the same number of exchanges.
 
     Args:
-        plan: Plan to schedule, whose local operations are ignored.
         capacity_bytes: Maximum that a rank sends, and that it receives, in one exchange.
         direct, direct_elements: The rank's operations that bypass the staging buffers, and for
             every stream between any ranks, the number of elements that do.
@@ -153,8 +152,7 @@ def _lines(
                 found[op.stream].append(op)
     lines = {}
     for stream, ops in found.items():
-        # All ranks of a route receive the same slices of the source, but list them in different
-        # orders.
+        # Ranks of a route receive the same slices of the source, but list them in other orders.
         ops.sort(key=lambda op: (op.source, op.source_box))
         lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
         if lines[stream].stops[-1:] != [streams[stream]]:

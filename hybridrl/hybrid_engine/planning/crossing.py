@@ -23,16 +23,13 @@ from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 KEPT_GROUPS = 4096
 
 Landings = dict[ReceiverGroup, Demand]
-"""Landing ranks of each receiver group's pieces; `send_counts` is the number of pieces that land on
-each rank.
-"""
+"""Landing ranks of receiver groups; `send_counts` counts the pieces that land on each rank."""
 
 
 class Way(NamedTuple):
     """The ranks that send, receive and forward a piece.
 
     Args:
-        source: Rank that sends the piece.
         route: Rank on which it lands, and those of the same node to which it is forwarded.
         is_plain: Whether the route's ranks have one target class, and so list pieces in one order.
     """
@@ -72,9 +69,8 @@ class Crossings:
         self._sent: list[dict[ReceiverGroup, tuple[Demand, int]]] = [{} for _ in starts]
         self._patterns: list[_Pattern] = []
         self._landings: dict[tuple[int, tuple[ReceiverGroup, ...]], Landings] = {}
-        self._landing_of: dict[
-            int, Landings
-        ] = {}  # by node, because the keys of `_landings` are long
+        # By node, because the keys of `_landings` are long.
+        self._landing_of: dict[int, Landings] = {}
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:
             return

@@ -55,8 +55,6 @@ def agree_on_all(
     """Finds each plan's operations that need no staging; collective, with two rounds for all.
 
     Args:
-        plans: Plans that will be executed one after another.
-        peers, sources, wire_dtype: See `PackedTransport`.
         dests: Destinations of each plan; tensors on device "meta" suffice.
     """
     single_hops = [_SingleHops(plan, peers.rank, wire_dtype) for plan in plans]

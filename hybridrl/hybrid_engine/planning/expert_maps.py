@@ -40,7 +40,6 @@ class Engines:
 
     Args:
         best, linear: Layouts with costs; `linear` has experts in order.
-        targets: Engine layout of each rank of the job.
         costs: Costs of assigning any part to any rank, with experts in order.
     """
 
@@ -86,11 +85,8 @@ def lay_out_engines(
     """Assigns each rank a part of an engine replica and experts, so that few bytes must be sent.
 
     Args:
-        sources: Training layout of each rank; empty for some.
         parts: Engine layout of each tensor-parallel rank, with experts in order.
         tensors: Tensors of the experts; None if a replica's ranks do not hold whole experts.
-        domain_size: Number of consecutive ranks on one node; None if all are on one node.
-        ranks: Ranks that have engines, ascending; None for all.
     """
     costs = Costs.of(sources, parts)
     linear = assign(sources, parts, domain_size, ranks=ranks, costs=costs)
@@ -226,9 +222,8 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
         The experts of each rank, ascending; the linear map if no map is better.
     """
     columns, kind_of = np.unique(held, axis=1, return_inverse=True)
-    dealt = _ExpertAssignment(
-        columns, kind_of.reshape(-1)
-    )  # `kind_of`'s shape depends on numpy's version
+    # The shape of `kind_of` depends on numpy's version.
+    dealt = _ExpertAssignment(columns, kind_of.reshape(-1))
     while (circle := _gaining_circle(dealt.costs())) is not None:
         dealt.give_on(circle)
     while dealt.relieve(lacking):

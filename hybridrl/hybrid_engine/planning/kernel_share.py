@@ -35,8 +35,7 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         sent, read = kernel.sum(axis=1), kernel.sum(axis=0)
         room = np.minimum(most - sent[:, None], most - read[None, :])
         can_move = np.minimum(np.minimum(room, left), step)
-        # Move blocks of the busiest sender, for the reader that has most bytes left to read from
-        # this sender.
+        # Move blocks of the busiest sender, for the reader with the most bytes left to read.
         source = int(left.sum(axis=1).argmax())
         reader = int(np.where(can_move[source] > 0, left[source], -1).argmax())
         moved = can_move[source, reader]
@@ -56,7 +55,6 @@ def split_blocks(
     second copy for them. The last block may be split between two rows.
 
     Args:
-        blocks: (source, destination) views of one peer's blocks; sources are contiguous.
         num_bytes: Maximum number of bytes that the kernel reads.
         least_bytes: Minimum number of bytes that a split block leaves to the copy engines.
     """

@@ -39,9 +39,7 @@ LEAST_MS = 0.1
 
 
 class Cluster(BaseModel):
-    """A cluster of equal nodes. Rates apply to one direction; both directions work at the same
-    time.
-    """
+    """A cluster of equal nodes. Rates apply to one direction; both work at the same time."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,7 +69,6 @@ class Prediction:
         nic_receive_bytes, nic_send_bytes: Bytes of a node over all of its NICs.
         link_bytes: Bytes that a GPU receives or sends over NVLink.
         messages: Messages that a GPU receives, summed over both levels.
-        predicted_ms: Predicted time, milliseconds.
         bound_ms: Lower bound for any schedule, milliseconds: the time of the NICs, or that of a
             GPU's link together with its share of the NICs.
     """

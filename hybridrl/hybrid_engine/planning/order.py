@@ -21,7 +21,6 @@ class Ordered:
     """A training layout, and the cost of the order of its axes.
 
     Args:
-        whole: Layout of each rank's training tensors.
         sources: For each rank, the layout of the elements that are sent to engines.
         choice: Order that 'auto' would choose. None if there is no choice: the model has experts,
             or each engine has a single rank, which needs all weights.

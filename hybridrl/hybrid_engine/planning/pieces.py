@@ -57,8 +57,7 @@ class Piece(NamedTuple):
 
 
 Wanted = tuple[str, Box, int]
-"""Identifies a piece that a rank needs: HF name, box, and the number of identical pieces before it.
-"""
+"""A piece that a rank needs: HF name, box, and the number of identical pieces before it."""
 
 
 class ReceiverGroup(NamedTuple):
@@ -73,7 +72,6 @@ class Join:
     """Pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
-        kinds: All kinds of pieces.
         needs: For each target class, its regions in order, each with the pieces that tile it.
         counts: For each target class, the number of pieces of each kind that it needs.
     """

@@ -90,7 +90,6 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.ops)
 
     @cached_property
@@ -155,7 +154,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
     """Operations of each destination rank, computed on access."""
 
     def __init__(self, joined: Join, domain_size: int) -> None:
-        self._join = joined
+        self.joined = joined
         self._crossings = Crossings(joined, domain_size)
         self._demands: list[Demand] = []
         self._demands_of: list[dict[int, tuple[Demand, int]]] = [{} for _ in joined.targets.of_rank]
@@ -170,17 +169,12 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
                 self._held[-1].setdefault(region.hf, []).append(region)
         self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
-    @property
-    def joined(self) -> Join:
-        """Pieces that the targets need, and their owners."""
-        return self._join
-
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
         """Adds demands of a target class for a kind, for ranks on nodes that own such pieces."""
-        holders, size = self._join.kinds[kind]
-        classes = self._join.sources.of_rank
-        dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
-        owners = np.array(self._join.owners(kind))
+        holders, size = self.joined.kinds[kind]
+        classes = self.joined.sources.of_rank
+        dests = [rank for rank in self.joined.targets.ranks[target] if classes[rank] not in holders]
+        owners = np.array(self.joined.owners(kind))
         owning = set((owners // domain_size).tolist())
         for node in sorted({rank // domain_size for rank in dests} & owning):
             receivers = [rank for rank in dests if rank // domain_size == node]
@@ -205,15 +199,15 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
 
     def made(self, rank: int, only_from: int | None = None) -> tuple[CopyOp, ...]:
         """Returns a rank's operations in order, by default from all source ranks."""
-        source_class = self._join.sources.of_rank
+        source_class = self.joined.sources.of_rank
         senders = {
             kind: iter(demand.senders_to(position))
             for kind, (demand, position) in self._demands_of[rank].items()
         }
         found: list[CopyOp] = []
         is_next = False  # whether this piece directly follows the last operation
-        for region, kind, wanted in self._join.wants(self._join.targets.of_rank[rank]):
-            if source_class[rank] in self._join.kinds[kind].owners:
+        for region, kind, wanted in self.joined.wants(self.joined.targets.of_rank[rank]):
+            if source_class[rank] in self.joined.kinds[kind].owners:
                 way = Way(rank, (rank,), is_plain=True)
             elif kind in senders:
                 way = Way(next(senders[kind]), (rank,), is_plain=True)
@@ -250,14 +244,14 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
 
     def needed(self) -> np.ndarray:
         """Returns the number of elements that each rank needs."""
-        kinds, classes = self._join.kinds, self._join.targets
-        needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self._join.counts]
+        kinds, classes = self.joined.kinds, self.joined.targets
+        needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self.joined.counts]
         return np.array([needed[number] for number in classes.of_rank], np.int64)
 
     def digest(self) -> bytes:
         """Returns a digest of the layouts and the senders, which determine all operations."""
         digest = hashlib.sha256()
-        for classes in (self._join.sources, self._join.targets):
+        for classes in (self.joined.sources, self.joined.targets):
             digest.update(repr(classes.of_rank).encode())
             for layout in classes.layouts:
                 for r in layout.regions:

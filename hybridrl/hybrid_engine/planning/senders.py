@@ -26,8 +26,6 @@ class Demand:
 
     Args:
         receivers, senders: Ranks that need, and ranks that hold all of the items; senders ascend.
-        count: Number of items that each receiver needs.
-        size: Number of elements in one item.
         send_counts: Items that each sender sends to all receivers, by `balance_senders`.
     """
 

@@ -44,7 +44,6 @@ from hybridrl.hybrid_engine.transports.transport import (
     Fill,
     Peers,
     Traffic,
-    addresses,
     copies_of,
     is_same_memory,
 )
@@ -89,7 +88,6 @@ class PackedTransport:
             messages and destinations.
         dests: This rank's destination tensors by name; written in place. If a destination shares
             its memory with the source of the same content (alias.py), nothing is copied.
-        staging_bytes: Maximum total size of the staging buffers.
         wire_dtype: Type in which elements are sent, the same on every rank (`agree_wire_dtype`).
         block_group: Process group of all ranks for large blocks. Without it, blocks do not overlap
             the exchanges, because a communicator runs its messages in order.
@@ -139,13 +137,11 @@ class PackedTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels and collectives of one `run()`, with or without a CUDA graph."""
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
         return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory that buffers and tables occupy, in bytes."""
         tables = sum(copy.table_bytes for copy in self._all_copies())
         return tables + self._traffic.staging_bytes
 
@@ -156,7 +152,6 @@ class PackedTransport:
 
     @torch.no_grad()
     def run(self) -> Traffic:
-        """Fills the destination tensors; collective."""
         self.prepare()
         if self._steps or self._blocks:
             self._work.run()
@@ -172,7 +167,9 @@ class PackedTransport:
         """Creates buffers, tables and messages; creates them again only if a tensor has moved."""
         # All tensors are checked, because any source may have been replaced by another tensor with
         # the same name.
-        found = addresses(chain(memory_of(self._sources.values()), self._dests.values()))
+        found = tuple(
+            map(Tensor.data_ptr, chain(memory_of(self._sources.values()), self._dests.values()))
+        )
         if found == self._addresses:
             return
         self._addresses = found

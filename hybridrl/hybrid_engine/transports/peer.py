@@ -58,11 +58,9 @@ class PeerTransport:
     """Copies the plan's slices from other ranks' memory to this rank's tensors.
 
     Args:
-        plan: Plan, the same on every rank.
         sources: This rank's source tensors by name, all within this rank's part of `memory`.
         dests: This rank's destination tensors by name; written in place. If a destination shares
             its memory with the source of the same content (alias.py), nothing is copied.
-        memory: Memory of the same ranks, which all of them can read.
 
     Raises:
         PlanError: A source tensor is outside `memory` on some rank. Raised on every rank.
@@ -104,19 +102,16 @@ class PeerTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels, copy batches and barriers that one `run()` launches."""
         batches = sum(batch.num_launches for batch in self._batches)
         kernels = sum(kernel.num_launches for kernel in self._kernels)
         return kernels + batches + 2 * bool(self._plan.streams)
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory in use, apart from parameters and peer memory, in bytes."""
         return sum(kernel.table_bytes for kernel in self._kernels)
 
     @torch.no_grad()
     def run(self) -> Traffic:
-        """Fills the destination tensors; collective."""
         self.prepare()
         # Capture before the barrier: capturing waits for the device, and a barrier on the device
         # never ends if a rank has failed.
@@ -204,7 +199,7 @@ class PeerTransport:
     def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
         """Returns a function that calls `queue` once, and then replays it as a CUDA graph."""
         if self._device.type == "cuda" and not has_work:
-            return _nothing
+            return lambda: None
         self._repeated.append(Repeated(queue, self._device))
         return self._repeated[-1].run
 
@@ -222,18 +217,13 @@ class PeerTransport:
         to_staging, direct, last = self._batches
         engines, beside = self._engines, self._beside
         current = None if engines is None else torch.cuda.current_stream()
-        # The current stream waits only for staged blocks, not for the copies that are enqueued
-        # below.
+        # The current stream waits only for staged blocks, not for the copies enqueued below.
         to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
         direct.run(engines)
         with nullcontext() if beside is None else torch.cuda.stream(beside):
             self._local()
         self._unpack()
         last.run(engines, [(engines, current)], [(current, engines), (current, beside)])
-
-
-def _nothing() -> None:
-    """Does nothing."""
 
 
 def _place(tensor: SourceTensor, piece: Tensor) -> Place | None:

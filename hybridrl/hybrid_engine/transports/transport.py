@@ -43,24 +43,19 @@ class Transport(Protocol):
     @property
     def launches(self) -> int:
         """Number of kernels, copy batches and collectives that one `run()` launches."""
-        ...
 
     @property
     def extra_bytes(self) -> int:
         """Device memory that stays allocated between calls of `run`, in bytes."""
-        ...
 
     def prepare(self) -> None:
         """Allocates what `run` needs, so that `launches` and `extra_bytes` are known."""
-        ...
 
     def run(self) -> Traffic:
         """Fills the destination tensors, on the device's current stream."""
-        ...
 
     def close(self) -> None:
         """Stops using the process group; must be called before the group is destroyed."""
-        ...
 
 
 class Peers(Ranks, Protocol):
@@ -68,15 +63,12 @@ class Peers(Ranks, Protocol):
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Returns the `value` of rank `source` on every rank."""
-        ...
 
     def check(self) -> None:
         """Raises PeerError if a rank's failure has been announced to all ranks."""
-        ...
 
     def dead_ranks(self) -> list[int]:
         """Returns the ranks whose processes have ended, as far as this rank can tell."""
-        ...
 
 
 class TransportError(PeerError):
@@ -96,16 +88,13 @@ class ComputedCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels of one `run()`; a slice that is computed on its own counts as one."""
         return sum(copies.num_launches for copies in self._copies) + len(self._slices)
 
     @property
     def table_bytes(self) -> int:
-        """Device memory that the tables of copies occupy, in bytes."""
         return sum(copies.table_bytes for copies in self._copies)
 
     def run(self) -> None:
-        """Copies and computes everything, on the device's current stream."""
         for copies in self._copies:
             copies.run()
         for one, place in self._slices:
@@ -129,11 +118,6 @@ def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None)
         return copies
     batched = [kind.copies(batch, device, programs) for kind, batch in batches.items()]
     return ComputedCopies([copies, *batched], slices)
-
-
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Returns the addresses of tensors, to detect moved tensors."""
-    return tuple(map(Tensor.data_ptr, tensors))
 
 
 class AddressWatch:

@@ -164,7 +164,6 @@ class DeltaRule(Protocol):
                 None, all states are zero.
             wants_states: Whether to return the states after the sequences.
         """
-        ...
 
 
 def delta_rule(

@@ -45,14 +45,11 @@ def schedule(
     """Distributes items (samples or units of samples) evenly over ranks and micro-batches.
 
     Args:
-        lengths: Number of tokens in each item.
-        num_ranks: Number of data-parallel ranks.
         token_budget: Maximum number of tokens in a micro-batch, excluding padding.
         multiple: Each rank's number of micro-batches is rounded up to a multiple of this (the
             pipeline size for interleaved pipelines).
         attended: For each item, twice the number of token pairs in which one token attends to the
             other; by default the square of its length.
-        attention_length: See DEFAULT_ATTENTION_LENGTH.
 
     Returns:
         `[dp_rank][micro_batch]` -> item indices. The number of micro-batches is the smallest that

@@ -48,8 +48,6 @@ class ModelInput:
         whole: The complete micro-batch, on the CPU.
         local: This context-parallel rank's positions of the micro-batch, on the rank's device.
         held_S: Index of each local position in the whole micro-batch.
-        head: Input to the vocabulary head.
-        packed: Sequence boundaries, for attention.
     """
 
     whole: MicroBatch
@@ -70,10 +68,8 @@ class BatchPlan:
     """A batch that is divided into this rank's micro-batches.
 
     Args:
-        batch: The planned batch.
         here: The same batch, with the tokens that this rank's micro-batches need.
         inputs: This rank's micro-batches; empty on ranks outside the mesh.
-        mesh: Mesh of the model.
         result_ranks_BW: (B, W) bool; for each sample, the ranks that compute its results on the
             last stage.
     """
@@ -109,9 +105,7 @@ class BatchPlan:
 
 
 def mini_batch_sizes(batch: RolloutBatch, number: int) -> list[int]:
-    """Returns the number of rows in each of `number` consecutive mini-batches. The mini-batches
-    have almost equal numbers of samples, and no mini-batch divides the sequences of a sample.
-    """
+    """Returns the numbers of rows of mini-batches that have similar numbers of whole samples."""
     counts_E = batch.sequences.counts_E
     num_samples = batch.num_samples if counts_E is None else len(counts_E)
     return batch.sequences.part_sizes(even_sizes(num_samples, number))
@@ -121,10 +115,6 @@ class BatchPlanner:
     """Divides batches into micro-batches for one model.
 
     Args:
-        mesh: Mesh of the model.
-        shape: Sizes of the model.
-        train: Micro-batch budget and number format.
-        layers: Library that implements the layers.
         shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
             only once.
         shares_branches: Whether agents' sequences store the tokens with which several of them
@@ -154,16 +144,13 @@ class BatchPlanner:
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
-        """Returns which ranks train on each sample if the batch is split into `num_parts`
-        mini-batches, (B, W) bool.
-        """
+        """Returns the ranks that train each sample of `num_parts` mini-batches, (B, W) bool."""
         return self._on_ranks(self._schedule(batch, self._branches(batch), num_parts))
 
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
-        """Returns, for each sample, how many of its leading tokens are computed as part of another
-        sample.
+        """Returns how many leading tokens of each sample are computed as part of another sample.
 
-        The result is for a lookup of log-probabilities if `is_lookup`, otherwise for an update.
+        They differ between updates and lookups of log-probabilities (`is_lookup`).
         """
         if not self.shares_prompts:
             return [0] * len(batch.lengths_B)
@@ -188,7 +175,6 @@ class BatchPlanner:
         Args:
             batch: Batch with the same samples on all ranks; a rank may hold the tokens of only some
                 samples.
-            temperature: Temperature that divides the logits.
 
         Raises:
             RuntimeError: Ranks computed different schedules.
@@ -238,8 +224,7 @@ class BatchPlanner:
         # Computed on the host, because nonzero is a sync point on a GPU.
         rows_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
         local = local.to(device)
-        # transformer-engine reads the sequence bounds on the device; torch's layers read them on
-        # the host.
+        # transformer-engine reads the bounds on the device; torch's layers read them on the host.
         bounds = local if self._layers == "transformer_engine" else whole
         shared = None
         if whole.prefix_sequences is not None:
@@ -311,11 +296,7 @@ class BatchPlanner:
         )
 
     def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
-        """Returns which ranks compute each sample, (B, W) bool.
-
-        If `reports` is true, only the last-stage rank that reports the results counts in each
-        replica.
-        """
+        """Returns the ranks that compute each sample, or report its results; (B, W) bool."""
         mesh, num_samples = self.mesh, sum(len(micro) for micros in assignments for micro in micros)
         found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)
         for place, rank in enumerate(mesh.ranks):

@@ -1,5 +1,4 @@
-"""Says which leading positions of agents' sequences are computed as part of other sequences. No
-torch.
+"""Says which positions of agents' sequences are computed as part of other sequences. No torch.
 
 The sequences of an episode often begin alike: branches of a conversation, and a conversation before
 and after its context was compacted. The episodes of a group begin with the same prompt. A sequence
@@ -24,12 +23,7 @@ KEY_ROWS_PER_POSITION = 4
 
 
 def most_copied_rows(positions: int, cp: int) -> int:
-    """Returns how many rows of keys a unit of this many positions may copy.
-
-    Args:
-        positions: Number of positions of the unit.
-        cp: Context-parallel size.
-    """
+    """Returns how many rows of keys a unit of this many positions may copy."""
     return (KEY_ROWS_PER_POSITION - 1) * positions // cp
 
 
@@ -145,7 +139,6 @@ class BranchUnit:
     """Connected sequences that are packed into the same micro-batch.
 
     Args:
-        samples: Indices of the sequences in ascending order.
         lengths: Number of tokens in each sequence, including padding.
         shared: For each sequence, number of leading tokens that another sequence stores.
         own: Number of positions of each sequence, including padding.
@@ -179,10 +172,7 @@ class BranchGroup:
     """Connected sequences, which may be divided into several units.
 
     Args:
-        samples: Indices of the sequences in ascending order.
-        branches: Branches of the batch.
         lengths: Number of tokens in each sequence of the batch, including padding.
-        pad_each: Each sequence of a micro-batch is padded to a multiple of this.
     """
 
     samples: Sequence[int]

@@ -44,14 +44,8 @@ def micro_batch(
         pad_each: Each sample is padded to a multiple of this (2 cp if cp > 1, else 1).
         pad_total: A trailing sequence of padding fills the micro-batch up to a multiple of this (tp
             x 2 cp).
-        shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
-            only once.
-        at_own_token: Whether values about a token are stored at its own position rather than at the
-            previous token's.
         positions: Source of positions if each token has several position numbers; None if each
             token has one.
-        branches: Branches of the batch, which sequences then share in place of prompts; None if
-            they share no branches.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     among = None if branches is None else branches.of_rows(index_B.tolist())
@@ -135,10 +129,8 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
     """Combines per-position results into one token-aligned column.
 
     Args:
-        micros: Complete micro-batches of `batch`, as returned by `micro_batch`.
         columns: One tensor (S,) or (S, K) per micro-batch, aligned with its positions, on any
             device; values outside `loss_mask_S` are ignored.
-        batch: Batch that contains the samples.
 
     Returns:
         (T,) or (T, K) float32 on the CPU, for the tokens that `batch` holds; zero for prompt tokens
@@ -223,9 +215,7 @@ def _lay_out(
 
 
 def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for each token of the given samples: its index in the batch, its index in the
-    sample, and its sample.
-    """
+    """Returns each token's index in the batch, its index in its sample, and its sample."""
     places = batch.places_of(index_B)
     if bool((places < 0).any()):
         raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")

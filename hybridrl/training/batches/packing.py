@@ -20,10 +20,8 @@ class PackedBounds:
     """Sequence boundaries in a micro-batch, in positions.
 
     Args:
-        starts: Start of each sample.
         cu_seqlens: Start of each padded sequence, including trailing padding, followed by the total
             length.
-        max_seqlen: Length of the longest padded sequence.
     """
 
     starts: tuple[int, ...]
@@ -47,7 +45,6 @@ def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> Pack
     Args:
         lengths: Number of tokens in each sample; if empty, the micro-batch is one sequence of
             padding.
-        pad_each: Each sample is padded to a multiple of this.
         pad_total: A trailing sequence of padding fills the total up to a multiple of this, which
             must be a multiple of `pad_each`.
     """

@@ -39,7 +39,6 @@ class Unit:
     """One or more samples that share a prompt prefix and are packed into the same micro-batch.
 
     Args:
-        samples: Sample indices in ascending order.
         prefix: Number of leading tokens that only the first sample stores, although all samples
             attend to them; 0 if there is only one sample. Includes padding.
         lengths: Number of tokens in each sample, including the prefix and padding.
@@ -89,11 +88,9 @@ class ScheduleInputs:
 
     Args:
         lengths: Number of tokens in each sample, padded to a multiple of `pad_each`.
-        groups: Group of each sample; samples of one prompt have the same group.
         prompt_lengths: Number of tokens in each sample's prompt; None if prompts are not shared.
         part_sizes: Number of samples in each of the consecutive mini-batches. Each mini-batch is
             scheduled separately, so that every rank has samples from each.
-        num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
         pad_each: Each sequence of a micro-batch is padded to a multiple of this. A shared prompt is
             a sequence of its own.
         branches: Branches of the batch; None if sequences share no branches. With branches,
@@ -124,16 +121,10 @@ class ScheduleInputs:
         )
 
 
-@lru_cache(
-    maxsize=8
-)  # cached for models with the same layout, and for the lookups and updates in one step
+# Cached for models with the same layout, and for the lookups and updates in one step.
+@lru_cache(maxsize=8)
 def schedule_samples(inputs: ScheduleInputs) -> Schedule:
-    """Assigns samples to data-parallel ranks and micro-batches (balance.py).
-
-    Returns:
-        `[dp_rank][micro_batch]` -> sample indices; the micro-batches of the first mini-batch come
-        first.
-    """
+    """Assigns samples to data-parallel ranks and micro-batches, those of the first part first."""
     sizes = inputs.part_sizes
     found: Schedule = [[] for _ in range(inputs.num_ranks)]
     for end, size in zip(accumulate(sizes), sizes, strict=True):
@@ -168,12 +159,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
 def shared_tokens(
     assignments: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
 ) -> list[int]:
-    """Returns, for each sample, how many leading tokens another sample in its micro-batch stores.
-
-    Args:
-        assignments: Schedule of the samples.
-        groups, prompt_lengths: See `ScheduleInputs`.
-    """
+    """Returns how many leading tokens of each sample another one of its micro-batch stores."""
     found = [0] * len(groups)
     for micro in chain.from_iterable(assignments):
         for _, run in groupby(micro, key=groups.__getitem__):
@@ -224,14 +210,6 @@ def make_units(
     A larger unit computes its prompt for more samples at once, but leaves fewer units to divide
     among the ranks. Tries unit sizes from a part of the micro-batch up to a whole one, and takes
     the size whose costliest rank is the cheapest.
-
-    Args:
-        prompts: Group of each sample; samples of one prompt have the same group.
-        prompt_lengths, lengths: Number of tokens in each sample's prompt, and in the whole sample.
-        num_ranks: Data-parallel size.
-        token_budget: Maximum number of tokens in a micro-batch.
-        attention_length: See balance.DEFAULT_ATTENTION_LENGTH.
-        pad_each: See `ScheduleInputs`.
     """
     groups = [_Group.of(own, prompt_lengths[own[0]], lengths, pad_each) for own in _by_key(prompts)]
     return _best_units(groups, lengths, num_ranks, token_budget, attention_length, pad_each)
@@ -280,7 +258,6 @@ class _Group:
     """The samples of one prompt. All numbers of tokens include padding.
 
     Args:
-        samples: Sample indices in ascending order.
         prefix: Number of tokens that the samples can share.
         own: For each sample, number of tokens after the prefix.
         alone: For each sample, number of tokens if it shares nothing.
