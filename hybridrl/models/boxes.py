@@ -16,12 +16,10 @@ def whole(shape: Shape) -> Box:
 
 
 def sizes(box: Box) -> Shape:
-    """Returns the extent of a box along each dim."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Returns the number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
@@ -60,11 +58,6 @@ def tiling_fault(
     boxes: Sequence[Box], shape: Shape, allow_overlap: bool = False
 ) -> tuple[str, Box] | None:
     """Returns the first fault in a tiling of a tensor; None if the tiling is correct.
-
-    Args:
-        boxes: Rectangles that should cover each element exactly once.
-        shape: Shape of the tensor.
-        allow_overlap: Whether several boxes may cover the same element.
 
     Returns:
         "outside", "overlap" or "hole", and the first rectangle that has this fault.

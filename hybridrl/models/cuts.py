@@ -32,11 +32,7 @@ class Cut(NamedTuple):
 
 
 def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns a Megatron rank's shard of a row that does not belong to experts.
-
-    Raises:
-        ModelError: A size is not divisible by the number of ranks.
-    """
+    """Returns a Megatron rank's shard of a row that does not belong to experts."""
     cut = _whole_cut(row, shape, tp, tp_rank)
     if row.stored is None:
         return cut
@@ -44,7 +40,6 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the shard of a row that stores all of its parts."""
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
     if row.kind in ("heads", "kv_heads"):
@@ -61,11 +56,7 @@ def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the shard of a row without experts that an engine rank with fused projections holds.
-
-    Raises:
-        ModelError: A size is not divisible by the number of ranks.
-    """
+    """Returns the shard of a row without experts that an engine rank with fused projections holds."""
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)
@@ -85,15 +76,7 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> Cut:
-    """Returns the shard of a row whose HF tensors are sharded separately.
-
-    Args:
-        row, tp, tp_rank: Row of the weight table, number of ranks, and the rank.
-        key: Knob that the error tells the user to change.
-
-    Raises:
-        ModelError: `tp` does not divide one of the HF tensors.
-    """
+    """Returns the shard of a row whose HF tensors are sharded separately."""
     if row.kind == "replicated":
         return Cut(0, [Run(part, 0, shape[0]) for part, shape in enumerate(row.shapes)])
     dim = 1 if row.kind == "row" else 0

@@ -1,5 +1,4 @@
-"""Finds stacks: one matrix, or bias, of each expert that a rank holds in a layer, in order. No
-torch.
+"""Finds stacks: one matrix, or bias, of each expert that a rank holds in a layer. No torch.
 
 In Megatron, each expert's matrix is a parameter; inference engines store a layer's matrices as one
 tensor (experts, rows, columns). If the trainer's matrices are equally spaced in memory, they
@@ -27,12 +26,7 @@ _NAMES = (
 
 
 def place_in_stack(name: str) -> tuple[str, int] | None:
-    """Returns the stack that contains a Megatron parameter and the parameter's index in it, or
-    None.
-
-    Args:
-        name: Megatron's name of the parameter, or its local name in a layout.
-    """
+    """Returns the stack that contains a parameter, and the parameter's index in it, or None."""
     for pattern in _NAMES:
         if found := pattern.fullmatch(name):
             stack = f"{found['mixture']}.{found['matrix']}"
@@ -58,8 +52,6 @@ def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_bucket
     with fewer than 40 million elements have a single bucket.
 
     Args:
-        shapes: Shapes of a rank's parameters by local name.
-        layout: Training layout.
         has_buckets: Whether buffers have several buckets; False with `train.fuse_param_gather`.
     """
     if not has_buckets or layout.dp * layout.cp == 1:
@@ -76,10 +68,6 @@ def ordered_by_stack(names: Sequence[str]) -> list[str]:
 
     Megatron's buffers store parameters in reverse order, so the reverse of the result must contain
     each stack contiguously and in ascending order.
-
-    Args:
-        names: Parameter names in module order. The result changes only the order of experts within
-            a layer.
     """
     stacks: dict[str, list[tuple[int, str]]] = {}
     for name in names:

@@ -58,9 +58,6 @@ class MoeShape:
     """Dimensions of a decoder's mixtures of experts.
 
     Args:
-        num_experts: Number of experts in one layer.
-        experts_per_token: Number of experts selected for each token.
-        expert_ffn_size: Width of one expert, a gated feed-forward layer.
         shared_ffn_size: Width of the shared experts, which process every token; 0 if there are
             none.
         dense_layers: Indices of layers that have a dense feed-forward layer, of width
@@ -87,11 +84,9 @@ class LatentShape:
     Args:
         query_rank: Size of the latent for queries; 0 if queries are computed directly from the
             input.
-        key_value_rank: Size of the latent for keys and values.
         plain_dim: Size of the part of each query and key that carries no position.
         rotary_dim: Size of the rotary part of each query and key; all heads share the rotary part
             of the key.
-        value_dim: Size of a head's value.
     """
 
     query_rank: int
@@ -116,7 +111,6 @@ class Rotary:
     """Parameters of a model's rotary positions (see rotary_positions.py for the formulas).
 
     Args:
-        base: Base of the frequencies.
         kind: Scaling of the frequencies: default (none), linear, llama3, yarn or longrope.
         factor: Ratio of the new to the original context length.
         original_length: Original context length; for llama3, yarn and longrope.
@@ -196,13 +190,10 @@ class ModelShape:
     Args:
         head_dim: Size of one attention head, not necessarily `hidden_size / num_heads`; with latent
             attention, the size of its query and key.
-        ffn_size: Width of the dense gated feed-forward layers.
         tied_embeddings: Whether the output layer uses the embedding's weight (HF stores no
             `lm_head.weight`).
-        qkv_bias: Whether the query, key and value projections have biases.
         qk_norm: Whether queries and keys are normalized per head.
         linear_bias: Whether every linear layer of a decoder layer has a bias.
-        moe: Sizes of the experts; None if all layers are dense.
         latent: Sizes of latent attention; None for grouped-query attention.
         window: Number of positions that a query in a windowed layer attends to, including its own;
             None if no layer is windowed.
@@ -222,7 +213,6 @@ class ModelShape:
         gated_attention: Whether attention's output is multiplied by the sigmoid of a gate. The
             query projection then contains, for each head, its query and its gate.
         mixer: Recurrent module that replaces attention in some layers; None if there is none.
-        vision: Vision tower; None if the model reads only text.
         has_mtp: Whether the weight table contains the layer for multi-token prediction, because it
             is trained (models/mtp.py).
     """
@@ -262,7 +252,6 @@ class ModelShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Number of layers with attention."""
         return self.num_layers - (0 if self.mixer is None else len(self.mixer.layers))
 
     @property
@@ -302,9 +291,7 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def cached_elements(self, tp: int) -> int:
-        """Returns how many elements each of an engine's `tp` ranks caches per token and layer with
-        attention.
-        """
+        """Returns how many elements an engine's rank caches per token and layer with attention."""
         if self.latent is not None:
             return self.latent.cached_dim  # every rank caches the same latent
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads are copied if tp > heads
@@ -314,9 +301,7 @@ class ModelShape:
         return self.num_attention_layers * self.cached_elements(tp) * itemsize
 
     def state_bytes(self, tp: int, itemsize: int) -> int:
-        """Returns the bytes of a request's recurrent states on an engine's rank, for any number of
-        tokens.
-        """
+        """Returns the bytes of a request's recurrent states on an engine's rank."""
         if self.mixer is None:
             return 0
         return len(self.mixer.layers) * self.mixer.state_bytes(tp, itemsize)
@@ -341,7 +326,6 @@ class Row:
         parts: Names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
             the global expert index. A repeated name denotes one HF tensor that concatenates these
             parts.
-        shapes: Shapes of the HF tensors, or of the parts of a tensor with a repeated name.
         kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
             `replicated`: every rank holds the whole parameter; several parts are concatenated.
             `column`: dim 0 is split evenly. `sections`: like `gate_up`, with other parts. `heads`,
@@ -399,7 +383,6 @@ class Family:
             `ModelShape.activation`.
         model_keywords: Function that returns arguments of Megatron's GPTModel for rotary embedding
             and maximum length, and, for build.py, `rotary` (Rotary) and `scales` (Scales).
-        rows: Function that returns the weight table.
         layer_spec: Function that returns a layer's Megatron ModuleSpec, for families that are not
             llama-shaped.
         config_keys: Keys of config.json that the functions above obey, or reject with ModelError.
@@ -446,12 +429,7 @@ class Family:
 
 
 def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields an error if bias balancing is enabled but the model's routers have no bias.
-
-    Args:
-        rate: `train.moe.bias_update_rate`.
-        family, shape: Family and sizes of the policy.
-    """
+    """Yields an error if bias balancing is enabled but the model's routers have no bias."""
     if rate and shape.moe is not None and not shape.moe.has_bias:
         allowed = f"0 with family {family.name}, whose routers have no bias"
         yield UserError("train.moe.bias_update_rate", rate, allowed, "Set it to 0.")
@@ -467,10 +445,6 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
 
     `hybridrl plan`, the launcher of a run and its ranks all check models with this function, so
     they report the same errors.
-
-    Args:
-        name: See `resolve_family`.
-        hf_config: Content of the model's config.json.
 
     Raises:
         ModelError: No family describes the model, or its family does not support some value.
@@ -501,7 +475,6 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
 
     Args:
         name: A key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
-        hf_config: Content of the model's config.json.
 
     Raises:
         ModelError: There is no such family, or it does not describe the model's architecture.

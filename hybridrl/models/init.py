@@ -47,13 +47,10 @@ def init_weights(
     The weights are the same in every layout, but differ between CPUs and GPUs.
 
     Args:
-        layout: Layout of the rank.
-        hf_shapes: Shape of every HF tensor of the model.
         tensors: Local tensors by the layout's names; all are overwritten, and padding is set to
             zero.
         hf_config: Contents of config.json. `initializer_range` is the standard deviation (0.02 if
             absent); `num_hidden_layers` determines the scale of residual projections.
-        seed: Seed of the run.
         norm_weight: Initial weight of norms, chosen so that they scale by 1.
     """
     std = float(hf_config.get("initializer_range", 0.02))
@@ -93,12 +90,6 @@ def init_adapters(
 
     A is uniform between -1/sqrt(in) and 1/sqrt(in) (Kaiming's initialization with a = sqrt(5)). It
     is drawn as a whole and then sharded, so its distribution does not depend on the layout.
-
-    Args:
-        layout: Layout of the rank's adapters.
-        hf_shapes: Shape of every adapter tensor, by HF name.
-        tensors: The rank's adapters by local name; all are overwritten.
-        seed: Seed of the run.
     """
     for tensor in tensors.values():
         tensor.zero_()

@@ -44,10 +44,6 @@ class ExtraInputs:
         Runs on the host, before the micro-batch is split for context parallelism and moved to the
         device.
 
-        Args:
-            micro: The whole micro-batch; `model_inputs` contains its blobs.
-            batch: Batch that contains the samples.
-
         Raises:
             BatchError: The blobs do not fit the model.
         """
@@ -64,8 +60,6 @@ class ExtraInputs:
         trainer are compared; by default the given tokens.
 
         Args:
-            tokens: Tokens of a prompt of text.
-            seed: Seed of the contents.
             max_tokens: Maximum number of tokens of the prompt. If the contents do not fit, the
                 result has none.
         """
@@ -75,7 +69,6 @@ class ExtraInputs:
         """Returns the embeddings for this context-parallel rank's positions, after any changes.
 
         Args:
-            model: GPTModel of the first pipeline stage.
             embedded_S1D: Embeddings of the tokens, before sequence parallelism splits them.
             inputs: Inputs that `prepare` returned, on the device. What this method adds to them
                 reaches the layers of this stage, also when they are recomputed.

@@ -43,12 +43,7 @@ class MixerShape:
         raise NotImplementedError
 
     def state_bytes(self, tp: int, itemsize: int) -> int:
-        """Returns the bytes that each of an engine's `tp` ranks holds per request and layer.
-
-        Args:
-            tp: Tensor-parallel size of the engine.
-            itemsize: Bytes per element of the model's data type.
-        """
+        """Returns the bytes that each of an engine's `tp` ranks holds per request and layer."""
         raise NotImplementedError
 
     def matmul_params(self, hidden_size: int) -> int:
@@ -78,7 +73,6 @@ class DeltaShape(MixerShape):
     """Sizes of a gated delta net (Yang et al. 2024, "Gated Delta Networks").
 
     Args:
-        key_heads: Number of query and key heads.
         value_heads: Number of value heads, a multiple of `key_heads`. Each has its own decay.
         key_dim: Size of one query or key head.
         value_dim: Size of one value head.
@@ -146,13 +140,7 @@ class DeltaShape(MixerShape):
 
 
 def mixer_rules(mixer: MixerShape | None, tp: int, cp: int, rollout_tp: int) -> Iterator[UserError]:
-    """Yields the violations of rules on splitting a model's recurrent modules.
-
-    Args:
-        mixer: Sizes of the modules; None if the model has none.
-        tp, cp: `train.tp` and `train.cp`.
-        rollout_tp: `rollout.tp`; 1 for an engine that does not split the model.
-    """
+    """Yields the violations of rules on splitting a model's recurrent modules."""
     if mixer is None:
         return
     if cp > 1:

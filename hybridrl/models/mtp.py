@@ -1,5 +1,4 @@
-"""Multi-token prediction (MTP) layers as rows of a weight table, and rules on training them. No
-torch.
+"""Rows of layers for multi-token prediction (MTP), and rules on training them. No torch.
 
 Without training, MTP layers are only copied from the model's directory to exports
 (hf/passed_over.py). With `train.mtp_coef`, the table of the policy contains them
@@ -21,12 +20,7 @@ LAYER, HF_LAYER = "decoder.layers.{L}.", "model.layers.{L}."
 
 
 def mtp_rows(shape: ModelShape, layer: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the rows of an MTP layer with the names of Qwen3-Next and later models.
-
-    Args:
-        shape: Sizes of the model.
-        layer: Rows of a dense layer with attention.
-    """
+    """Returns the rows of an MTP layer with the names of Qwen3-Next and later models."""
     hidden = shape.hidden_size
     norms = {
         "embedding_norm": "pre_fc_norm_embedding",
@@ -70,15 +64,7 @@ def mtp_rules(
     shape: ModelShape,
     hf_config: Mapping[str, Any],
 ) -> Iterator[UserError]:
-    """Yields the reasons why the model's MTP layer cannot be trained as `train.mtp_coef` says.
-
-    Args:
-        train: Section `train` of the configuration.
-        has_policy: Whether the algorithm trains a policy.
-        is_adapted: Whether the model has LoRA adapters.
-        family, shape: Family and sizes of the model.
-        hf_config: Contents of the model's config.json.
-    """
+    """Yields the reasons why the model's MTP layer cannot be trained as `train.mtp_coef` says."""
     key, value, off = "train.mtp_coef", train.mtp_coef, "Set train.mtp_coef=0."
     if not value:
         return

@@ -17,12 +17,6 @@ LEAST_SHARED = 4096 - 1
 
 
 def reads_in_place(shape: ModelShape, cp: int) -> bool:
-    """Whether all attention layers of a model, if they are transformer-engine's, can read the keys
-    of long prompts in place.
-
-    Args:
-        shape: Sizes of the model.
-        cp: Context-parallel size.
-    """
+    """Whether all attention layers, if transformer-engine's, can read long prompts in place."""
     is_plain = shape.latent is None and shape.window is None and not shape.attention_sinks
     return cp == 1 and is_plain and not shape.torch_only

@@ -82,8 +82,6 @@ class ScaledPart:
     """A rectangle of a local weight whose scales are one rectangle of a local tensor of scales.
 
     Args:
-        box: Rectangle of the weight.
-        scales: Local name of the scales.
         row, column: Distance of the rectangle's first element from the first element of the block
             of `scales[0, 0]`.
     """
@@ -113,18 +111,13 @@ def engine_scales(
         local_box = _in_blocks(region.local_box, size, region, block)
         regions.append(Region(f"{region.hf}{SCALES}", hf_box, name, local_box))
         shapes[name] = _num_blocks(size, block)
-    return replace(
-        layout,
-        regions=(*layout.regions, *regions),
-        shapes={**layout.shapes, **shapes},
-    )
+    return replace(layout, regions=(*layout.regions, *regions), shapes={**layout.shapes, **shapes})
 
 
 def trainer_scales(
     layout: RankLayout, quantized: Mapping[str, Shape], block: int = BLOCK
 ) -> tuple[RankLayout, Mapping[str, Sequence[ScaledPart]]]:
-    """Returns a trainer's layout with the scales that it computes, and for each local weight its
-    parts with their scales.
+    """Returns a trainer's layout with the scales that it computes, and each weight's parts.
 
     A rank may store a block's rows in several places, because Megatron interleaves the rows of
     queries, keys and values. It must hold all of them.
@@ -170,12 +163,7 @@ def element_sizes(layout: RankLayout) -> dict[str, int]:
 def split_blocks(
     family: Family, shape: ModelShape, cut: Callable[[Row, int], Cut], tp: int
 ) -> Iterator[tuple[str, int]]:
-    """Yields the HF names and sizes of pieces of quantized weights that are not multiples of BLOCK.
-
-    Args:
-        cut: Returns the shard of a row that a tensor-parallel rank holds.
-        tp: Number of tensor-parallel ranks.
-    """
+    """Yields the HF names and sizes of pieces of quantized weights that are not multiples of BLOCK."""
     for row in family.rows(shape):
         if not is_quantized(row):
             continue

@@ -24,9 +24,6 @@ KEY = "hybridrl_score_token"  # key in config.json that other programs ignore
 def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
     """Returns the token at which this model's score is read.
 
-    Args:
-        hf_config: Contents of the model's config.json.
-
     Raises:
         ModelError: The key in config.json has an invalid value.
     """

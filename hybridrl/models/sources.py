@@ -58,8 +58,6 @@ class BatchedTensor(ComputedTensor, Protocol):
         """Returns copies that write slices of tensors of this class to their places.
 
         Args:
-            slices: Slices, with places of the same shapes.
-            device: Device of all tensors.
             programs: Maximum number of Triton programs; None for the whole device.
         """
 
@@ -75,7 +73,6 @@ class ComputedSlice:
     box: Box
 
     def compute(self) -> Tensor:
-        """Returns the rectangle."""
         return self.tensor.compute(self.box)
 
 
@@ -100,7 +97,6 @@ class TrainingShard:
     """The trainer's parameters on this rank, which an engine may use instead of a copy.
 
     Args:
-        layout: Layout of the rank.
         tensors: Parameters by local name; their addresses do not change while the model exists.
     """
 
@@ -150,8 +146,6 @@ class FullWeights:
     Args:
         layouts: Layout of every rank's tensors. If the optimizer updates only part of a tensor on a
             rank, the layout contains only that part.
-        tensors: This rank's tensors by local name.
-        frozen: Local names of tensors that never change.
         shard: The trainer's complete parameters, if they stay in memory during rollout; otherwise
             None.
     """

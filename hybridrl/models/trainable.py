@@ -79,8 +79,6 @@ def trained_family(
     Layouts, shapes and sizes that are computed from it cover only trained parameters.
 
     Args:
-        family, shape: Family and sizes of the model.
-        freeze: `train.freeze`, already checked by `freeze_rules`.
         head: Head of the model; a value head is always trained.
     """
     if family.lora is not None:
@@ -116,7 +114,6 @@ def synced_family(family: Family, shape: ModelShape, held: Family) -> Family:
     Without adapters, this is the family itself. The other weights are sent once.
 
     Args:
-        family, shape: Family and sizes of the policy.
         held: The family with only the adapters that engines hold. The other adapters are merged
             into weights.
     """
@@ -150,13 +147,7 @@ def _merged(family: Family, shape: ModelShape, held: Family) -> set[str]:
 def freeze_rules(
     freeze: Sequence[str], family: Family, shape: ModelShape, head: Head = "lm"
 ) -> Iterator[UserError]:
-    """Yields the errors in `train.freeze` for a model.
-
-    Args:
-        freeze: `train.freeze`.
-        family, shape: Family and sizes of the model.
-        head: Head of the trained model.
-    """
+    """Yields the errors in `train.freeze` for a model."""
     rows = [row for row in family.rows(shape) if head == "lm" or row.megatron != OUTPUT_LAYER]
     faults = list(_unknown(freeze, rows, shape)) or list(_partly_frozen(freeze, rows, shape))
     yield from faults
@@ -241,12 +232,7 @@ def backward_shares(
 
 
 def mark(parameters: Mapping[str, Any], trained: Collection[str]) -> None:
-    """Marks parameters as trained or frozen by setting `requires_grad`.
-
-    Args:
-        parameters: Parameters by local name.
-        trained: Local names of the trained parameters.
-    """
+    """Marks parameters as trained or frozen by setting `requires_grad`."""
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in trained)
 

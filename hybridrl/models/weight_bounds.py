@@ -36,10 +36,7 @@ def explosion(found: str, when: str, symptom: object, rate: float | None = None)
     """Returns an error that names exploded weights as the cause of another failure.
 
     Args:
-        found: Description that `exploded` returned.
         when: Last event before the failure, such as "step 3".
-        symptom: The failure.
-        rate: Learning rate, if known.
     """
     return UserError(
         "train.learning_rate",

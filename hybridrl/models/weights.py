@@ -68,7 +68,6 @@ class RankLayout:
 
     Args:
         regions: Rectangles that correspond to HF elements.
-        shapes: Shape of each local tensor.
         padding: (local name, box) of elements that correspond to no HF element, such as rows that
             pad a vocabulary, or whose HF element another rank supplies.
     """
@@ -130,10 +129,6 @@ def megatron_layout(
     stages, the last stage holds a copy of the embedding, `output_layer.weight`.
 
     Args:
-        family: Source of the weight table.
-        shape: Sizes of the model.
-        layout: The training layout.
-        rank: Global rank.
         head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape (1,
             hidden) is HF's `score.weight`.
         te: Whether norms are parameters of the linear layers that follow them, as in
@@ -226,14 +221,8 @@ def fused_layout(
     adapter are padding, and so are the rows and columns beyond the adapters' rank.
 
     Args:
-        family: Source of the weight table, without or with adapters.
-        shape: Sizes of the model.
-        tp, tp_rank: Number of tensor-parallel ranks of the engine, and index of this rank.
         ep: Number of groups into which a layer's experts are divided; each expert is split into `tp
             / ep` shards.
-
-    Raises:
-        ModelError: The model cannot be sharded this way; the error names the parameter.
     """
     builder = _LayoutBuilder()
     rows = _rows(family, shape, "lm")
@@ -288,10 +277,6 @@ def check_layout(layout: RankLayout) -> None:
 def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
     """Verifies that the layouts together contain all elements of all HF tensors and nothing else.
 
-    Args:
-        layouts: Layouts of all ranks, each of which is also checked by `check_layout`.
-        shapes: Shape of every HF tensor of the model, as returned by `hf_shapes`.
-
     Raises:
         ModelError: An HF tensor is unknown, or no rank holds some of its elements; the error names
             these elements.
@@ -311,10 +296,6 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
 def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
     """Checks that a rank has exactly the tensors that its layout describes.
-
-    Args:
-        layout: Layout with the tensors that the rank should have.
-        shapes: Shape of every parameter of the live model or engine.
 
     Raises:
         ModelError: A parameter is unmapped, missing or has the wrong shape; the error names it.
@@ -351,15 +332,7 @@ class _LayoutBuilder:
         self._padding: list[tuple[str, Box]] = []
 
     def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
-        """Adds the local tensor that holds a rank's shard of a row.
-
-        Args:
-            row: Row of the weight table.
-            layer: Global layer index.
-            local: Local name.
-            cut: The rank's shard of the row.
-            expert: Global index of the expert, if the row is for experts.
-        """
+        """Adds the local tensor that holds a rank's shard of a row."""
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
@@ -375,7 +348,6 @@ class _LayoutBuilder:
         self._shapes[local] = sizes((*before, (0, end), *after))
 
     def add_slot(self, slot: _Slot, layer: int) -> None:
-        """Adds a slot of an adapter in one layer."""
         local, held = slot.local.format(L=layer), (0,) * len(slot.shape)
         if slot.hf is not None:
             held = sizes(slot.hf_box)
@@ -388,7 +360,6 @@ class _LayoutBuilder:
         self._shapes[local] = slot.shape
 
     def layout(self) -> RankLayout:
-        """Returns the layout."""
         return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
 
 
@@ -419,9 +390,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Raises ModelError if ep does not divide the experts, if experts with biases would be split,
-    or if there are too few layers.
-    """
+    """Raises ModelError if the model cannot be divided into this layout."""
     if shape.moe is not None and shape.linear_bias and layout.etp > 1:
         # Each rank would add the bias of the second projection (Megatron 0.16.1 refuses it too).
         raise ModelError(

@@ -29,8 +29,6 @@ class BaseReference:
 
     Args:
         path: HF directory, or hub name with its commit; None for initial weights.
-        init: Value of `model.init`; None if there is a path.
-        seed: Seed of the initial weights; None if there is a path.
         digest: Digest of the weights, as `weights_digest` or `init_digest` return it.
     """
 
@@ -67,10 +65,7 @@ def weights_digest(directory: Path) -> str:
 def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
     """Returns a digest of everything that determines initial weights.
 
-    Args:
-        hf_config: Contents of the model's config.json.
-        seed: Seed of the run.
-        device: Type of the device, because each draws other random numbers.
+    device: Type of the device, because each draws other random numbers.
     """
     content = [hf_config, seed, device]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -79,12 +74,7 @@ def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
 def base_reference(
     section: ModelConfig, hf_config: Mapping[str, Any], seed: int, device: str
 ) -> BaseReference:
-    """Returns the reference to the model of a run.
-
-    Args:
-        section: The section `model`, with hub names pinned to commits.
-        hf_config, seed, device: See `init_digest`.
-    """
+    """Returns the reference to the model of a run."""
     if section.path is None:
         digest = init_digest(hf_config, seed, device)
         return BaseReference(None, section.init, seed, digest)
@@ -93,10 +83,6 @@ def base_reference(
 
 def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
     """Returns the HF directory of a base model, after comparing its digest.
-
-    Args:
-        base: Reference with a path.
-        moved: Directory that replaces the path.
 
     Raises:
         CheckpointError: The model is not found, or has other weights.
@@ -119,13 +105,7 @@ def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
 
 
 def other_base(key: str, found: str, base: BaseReference, remedy: str) -> CheckpointError:
-    """Returns the error for weights that are not those of a base model.
-
-    Args:
-        key: Model that was found.
-        found: Digest of its weights.
-        base: Model from which training began.
-    """
+    """Returns the error for weights that are not those of a base model."""
     return CheckpointError(
         f"weights of {key}",
         f"digest {found[:12]}",

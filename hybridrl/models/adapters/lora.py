@@ -19,7 +19,6 @@ class Lora:
     """LoRA adapters of a model.
 
     Args:
-        rank: Rank of every adapter.
         alpha: Numerator of the scale s.
         targets: Linear layers that have an adapter: last parts of their HF names such as `q_proj`,
             ALL_LINEAR, or EXPERTS. Names do not stand for the projections of experts.

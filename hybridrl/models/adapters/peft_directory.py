@@ -53,7 +53,6 @@ class PeftAdapter:
     Args:
         lora: Settings of its adapters; `targets` are the names of the layers that have one.
         base: Name or path of the model that it was trained on; "" if the directory states none.
-        shapes: Shape of each tensor, by its name in the weight table.
         stored_names: Name of each tensor in the file, by its name in the weight table. Models with
             images have other prefixes there.
     """
@@ -97,10 +96,6 @@ def read_peft(directory: str | Path) -> PeftAdapter:
 def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
     """Checks that a PEFT directory contains exactly the adapters of a model.
 
-    Args:
-        adapter: Adapter in the directory.
-        shapes: Shape of every adapter tensor of the model, by HF name.
-
     Raises:
         CheckpointError: A tensor is missing or unexpected, or has the wrong shape.
     """
@@ -119,10 +114,6 @@ def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
 
 def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
     """Returns the settings of the adapters in a PEFT directory.
-
-    Args:
-        folder: PEFT directory.
-        full: Parts that are trained in addition to the adapters.
 
     Raises:
         CheckpointError: The file is missing or damaged, or the adapter is of a kind that is not
@@ -157,18 +148,14 @@ def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
 
 
 def _adapted_layers(folder: Path) -> set[tuple[str, str]]:
-    """Returns the linear layers that have an adapter: the name of the module around each layer, and
-    the last part of the layer's own name.
-    """
+    """Returns the adapted layers: the name of the module around each, and the layer's own name."""
     with open_shard(folder / TENSOR_FILE, "numpy") as opened:
         names = [name.removesuffix(f".{HF_A}") for name in opened.keys() if name.endswith(HF_A)]  # noqa: SIM118
     return {(layer, name) for layer, _, name in (one.rpartition(".") for one in names)}
 
 
 def read_base_name(folder: Path) -> str:
-    """Returns the path of the model that an adapter was trained on, or its hub name with its
-    revision; "" if unknown.
-    """
+    """Returns the path or pinned hub name of the model that an adapter was trained on, or ""."""
     config = read_json_object(folder / CONFIG_FILE, CheckpointError)
     found, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(found, str):

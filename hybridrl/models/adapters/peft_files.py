@@ -1,8 +1,4 @@
-"""Reads and writes the tensors of LoRA adapters in PEFT's format.
-
-A PEFT directory contains adapter_config.json and adapter_model.safetensors. Its tensors have the
-HF names of the weight table (rows.py), with a prefix.
-"""
+"""Reads and writes the tensors of LoRA adapters in PEFT's format (peft_directory.py)."""
 
 from __future__ import annotations
 
@@ -31,13 +27,7 @@ from hybridrl.models.weights import RankLayout, check_tensors
 
 
 def load_peft(adapter: PeftAdapter, layout: RankLayout, tensors: Mapping[str, Tensor]) -> None:
-    """Reads a rank's part of the adapters into its tensors, cast to their types.
-
-    Args:
-        adapter: Adapter in a PEFT directory, already checked by `check_peft`.
-        layout: Layout of the rank's adapters.
-        tensors: The rank's adapters by local name; they are written in place.
-    """
+    """Reads a rank's part of the adapters into its tensors, cast to their types."""
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     with torch.no_grad(), open_shard(adapter.directory / TENSOR_FILE, "pt") as opened:
         for region in layout.regions:
@@ -65,12 +55,7 @@ def write_peft(
     """Writes a PEFT directory, which is renamed to its final name when it is complete.
 
     Args:
-        directory: Directory to create; it must not exist or must be empty.
         tensors: Whole adapter tensors by their names in the weight table, on the CPU.
-        lora: Settings of the adapters.
-        base: Reference to the model without adapters.
-        side_files: Folder from which tokenizer files are copied, if any.
-        card: Text of README.md, or None.
         is_wrapped: Whether the model reads images, so that transformers nests its decoder.
 
     Raises:
@@ -128,9 +113,7 @@ def write_peft(
 
 
 def _targets(tensors: Mapping[str, Tensor], is_wrapped: bool) -> list[str] | str:
-    """Returns the names of the adapted layers, or a pattern that leaves out layers of the same
-    names in a vision tower.
-    """
+    """Returns the adapted layers' names, or a pattern that leaves out those of a vision tower."""
     names = sorted({name.split(".")[-3] for name in tensors})
     if not is_wrapped:
         return names

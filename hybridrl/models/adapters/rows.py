@@ -29,12 +29,7 @@ WEIGHT = ".weight"
 
 @lru_cache(64)
 def adapted(family: Family, lora: Lora | None) -> Family:
-    """Returns a family whose weight table also contains the adapters' parameters.
-
-    Args:
-        family: Family without adapters.
-        lora: Settings, already checked by `adapter_rules`; None for no adapters.
-    """
+    """Returns a family whose weight table also contains the adapters' parameters."""
     if lora is None:
         return family
 
@@ -81,11 +76,7 @@ def is_adapter(name: str) -> bool:
 
 
 def weight_of(module: str) -> str:
-    """Returns the local name of the weight that an adapter changes.
-
-    Args:
-        module: Local name of the module with the adapter's parameters.
-    """
+    """Returns the local name of the weight that an adapter changes."""
     linear, is_grouped, expert = module.rpartition(f".{GROUPED_ADAPTERS}.")
     return f"{linear}{WEIGHT}{expert}" if is_grouped else module + WEIGHT
 
@@ -106,7 +97,6 @@ def can_adapt(row: Row) -> bool:
 
 
 def adapts_experts(family: Family, shape: ModelShape) -> bool:
-    """Whether a model's experts have adapters."""
     return any(is_adapter(row.megatron) and row.num_experts for row in family.rows(shape))
 
 
@@ -146,20 +136,13 @@ def _is_target(row: Row, module: str, lora: Lora) -> bool:
 
 
 def target_names(family: Family, shape: ModelShape) -> list[str]:
-    """Returns the names of linear layers that `lora.targets` may contain for a model, in the order
-    of its layers; experts are not among them.
-    """
+    """Returns the names, except experts, that `lora.targets` may contain for a model, in order."""
     rows = [row for row in family.rows(shape) if can_adapt(row) and not row.num_experts]
     return list(dict.fromkeys(name.rpartition(".")[2] for row in rows for name in modules(row)))
 
 
 def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the errors in the settings of a model's adapters.
-
-    Args:
-        lora: Settings of the adapters.
-        family, shape: Family without adapters, and sizes of the model.
-    """
+    """Yields the errors in the settings of a model's adapters."""
     has_experts = any(row.num_experts for row in family.rows(shape) if can_adapt(row))
     known = [ALL_LINEAR, *([EXPERTS] if has_experts else []), *target_names(family, shape)]
     for name in lora.targets:
@@ -206,9 +189,7 @@ def num_parameters(family: Family, shape: ModelShape) -> int:
 
 
 def num_active_adapter_parameters(family: Family, shape: ModelShape) -> int:
-    """Returns the number of the adapters' parameters that each token is multiplied with: those of
-    the token's experts, and all others.
-    """
+    """Returns the number of the adapters' parameters that each token is multiplied with."""
     per_token = 1 if shape.moe is None else shape.moe.experts_per_token
     rows = tuple(
         replace(row, num_experts=per_token) if row.num_experts else row

@@ -43,12 +43,7 @@ def lora_of(section: LoraConfig) -> Lora | None:
 
 
 def lora_rules(section: LoraConfig, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the errors in the section `lora` for a model.
-
-    Args:
-        section: The section.
-        family, shape: Family without adapters, and sizes of the model.
-    """
+    """Yields the errors in the section `lora` for a model."""
     try:
         lora = lora_of(section)
         if lora is None:

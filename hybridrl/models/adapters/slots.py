@@ -45,11 +45,7 @@ class EngineSlots:
 
     @staticmethod
     def of(lora: Lora, names: Iterable[str], others: Sequence[str] = ()) -> EngineSlots:
-        """Returns the slots among the names of an engine's tensors.
-
-        Args:
-            others: Names of adapters in addition to the policy's.
-        """
+        """Returns the slots among the names of an engine's tensors."""
         slots = (name.partition(f".{SLOT_A}.") for name in names)
         layers = {layer.rpartition(".")[2] for layer, found, _ in slots if found}
         return EngineSlots(slot_rank(lora), tuple(sorted(layers)), (POLICY, *others))
@@ -79,7 +75,6 @@ def slot_rules(
     """Yields the reasons why an engine with fused projections cannot hold a family's adapters.
 
     Args:
-        family, shape: Family with adapters, and sizes of the model.
         adapts_direct_latents: Whether the engine has slots for the layers in DIRECT.
     """
     if family.lora is None:

@@ -101,9 +101,7 @@ def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, An
     """Rejects keys of a config.json that may affect results but that the family does not handle.
 
     Args:
-        family: Name of the family.
         handled: Keys that the family reads or rejects itself.
-        hf_config: Content of config.json.
 
     Raises:
         ModelError: There are such keys; the error names them and their values.

@@ -34,8 +34,7 @@ SIDE_FILES = (
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the contents of a directory's config.json, or of the file `path`; the text part's if
-    the model is multimodal.
+    """Returns the contents of a directory's config.json; the text part's if it is multimodal.
 
     Raises:
         CheckpointError: The file is missing or damaged, is not a JSON object, or repeats a key.
@@ -52,10 +51,8 @@ def write_side_files(
     """Writes config.json and copies tokenizer and generation files to an exported model.
 
     Args:
-        directory: Directory of the exported model.
         config: Contents of config.json; its dtype is replaced.
         dtype: Name of the exported tensors' type, such as "bfloat16".
-        side_files: Directory with the files to copy, or None.
     """
     written = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     written["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype

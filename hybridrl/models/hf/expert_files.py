@@ -25,11 +25,7 @@ TRANSPOSED = ("qwen3_vl_moe",)
 class StackPlace(NamedTuple):
     """Place of an expert's matrix in a stack.
 
-    Args:
-        stack: Name of the stack.
-        expert: Index of the expert.
-        first_row: First row of the matrix among the rows of the expert's matrices.
-        is_transposed: Whether the stack contains transposed matrices.
+    first_row: First row of the matrix among the rows of the expert's matrices.
     """
 
     stack: str
@@ -38,9 +34,7 @@ class StackPlace(NamedTuple):
     is_transposed: bool
 
     def box(self, box: Box) -> Box:
-        """Returns the rectangle of the stack that contains a rectangle of the matrix, transposed if
-        the stack is.
-        """
+        """Returns the rectangle of the stack that contains a rectangle of the matrix."""
         (start, stop), columns = box
         rows = self.first_row + start, self.first_row + stop
         expert = self.expert, self.expert + 1
@@ -53,11 +47,7 @@ def transposed(stack: Shape) -> Shape:
 
 
 def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
-    """Whether a model is written with stacks of transposed matrices.
-
-    Args:
-        config: Content of config.json.
-    """
+    """Whether a model is written with stacks of transposed matrices."""
     return config.get("model_type") in TRANSPOSED
 
 
@@ -67,7 +57,6 @@ def expert_stacks(
     """Returns the place of each expert's matrix in stacks, and the shape of each stack.
 
     Args:
-        shapes: Shapes of HF tensors, of which only matrices of experts matter.
         is_transposed: Whether a stack contains transposed matrices, given its name and its shape
             if it does not.
     """

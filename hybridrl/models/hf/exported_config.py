@@ -39,10 +39,6 @@ def exported_config(
     Exported weights are never quantized, so `quantization_config` is left out.
 
     Args:
-        hf_config: config.json of the model before training.
-        head: Head of the exported model.
-        side_files: Directory with tokenizer files, if any.
-        score_token: Token at which a value head's score is read.
         is_wrapped: Whether the export contains the other parts of a multimodal model.
     """
     if is_wrapped or has_images(hf_config):

@@ -30,12 +30,8 @@ from hybridrl.models.weights import VALUE_HEAD
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-OTHER_WEIGHTS = (
-    ".bin",
-    ".gguf",
-    ".pt",
-    ".pth",
-)  # weight formats that hybridrl cannot read; the first one found is reported
+# Weight formats that hybridrl cannot read; the first one found is reported.
+OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth")
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Suffixes of the two tensors that store a tensor in MXFP4 (mxfp4.py), safetensors' type of both,
 # and the type in which their numbers are read.
@@ -52,9 +48,7 @@ COMPARED_BYTES = 64 << 20  # number of bytes to compare at a time
 
 @contextmanager
 def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
-    """Context manager: opens a safetensors file. Raises CheckpointError if it is missing or
-    damaged.
-    """
+    """Opens a safetensors file in a context; CheckpointError if it is missing or damaged."""
     if file.exists():
         regular_file_bytes(file, CheckpointError, "a safetensors file")
     try:
@@ -186,11 +180,7 @@ class HfHeaders:
         return memoryview(mapped)[8 + size + start : 8 + size + end]
 
     def _find_value_head(self, shapes: Mapping[str, Shape]) -> None:
-        """Renames the only unknown tensor with the value head's shape to `score.weight`.
-
-        Raises:
-            CheckpointError: There are several such tensors.
-        """
+        """Renames the only unknown tensor with the value head's shape to `score.weight`."""
         ignored = set(passed_over(self.shapes, shapes))
         found = [
             name
@@ -258,8 +248,7 @@ class HfHeaders:
         """Replaces stacks of experts by the matrices that the weight table names."""
         missing = {name: shape for name, shape in shapes.items() if name not in self.shapes}
         places, stacks = expert_stacks(
-            missing,
-            lambda stack, plain: self.shapes.get(stack) == transposed(plain) != plain,
+            missing, lambda stack, plain: self.shapes.get(stack) == transposed(plain) != plain
         )
         for stack, expected in stacks.items():
             if self.shapes.get(stack, expected) != expected:

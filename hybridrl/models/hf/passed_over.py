@@ -18,12 +18,7 @@ MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
 
 
 def passed_over(names: Collection[str], known: Collection[str]) -> tuple[str, ...]:
-    """Returns the tensors that training passes over, in the order of `names`.
-
-    Args:
-        names: Names of all tensors in an HF directory.
-        known: Names of the model's tensors.
-    """
+    """Returns the tensors that training passes over, in the order of `names`."""
     mtp = tuple(match[1] for name in names if (match := MTP_LAYER.match(name)))
     layers = tuple(layer for layer in mtp if not any(name.startswith(layer) for name in known))
     return tuple(

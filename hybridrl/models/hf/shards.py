@@ -80,10 +80,6 @@ class HfCheckpoint(HfHeaders):
 class KeptTensors:
     """The tensors in an HF directory that training passes over; exports contain them unchanged.
 
-    Args:
-        directory: HF directory from which training began.
-        known: Names of the model's tensors.
-
     Attributes:
         shapes, dtypes: Shape and data type of each tensor, by name.
         is_wrapped: Whether the model is the text part of a multimodal model; its tensors then have
@@ -121,8 +117,6 @@ def load_hf(
     """Reads a rank's part of an HF checkpoint into the rank's tensors, cast to their types.
 
     Args:
-        directory: The HF directory.
-        layout: Layout of the rank.
         tensors: Local tensors by the layout's names. They are written in place; padding is set to
             zero.
         shapes: Shape of every HF tensor of the model, as returned by `hf_shapes`; the directory
@@ -231,7 +225,6 @@ class HfPlaces:
             (stored_slices.py) are written to one tensor.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
-        config: Content of config.json.
         kept: Tensors to write in addition, with their own types.
     """
 
@@ -280,9 +273,8 @@ class HfPlaces:
         total = len(shards)
         files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
         files = [SINGLE_FILE] if total == 1 else files
-        self._headers: dict[
-            str, tuple[bytes, int]
-        ] = {}  # for each file: the header, and the size of the tensors in bytes
+        # For each file: the header, and the size of the tensors in bytes.
+        self._headers: dict[str, tuple[bytes, int]] = {}
         self._offsets: dict[str, tuple[str, int]] = {}
         for file, names in zip(files, shards, strict=True):
             self._lay_out(file, names)
@@ -339,9 +331,6 @@ class HfPlaces:
 
         Returns:
             The names of the tensors that are now in the file.
-
-        Raises:
-            OSError: The file cannot be written.
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
@@ -356,8 +345,7 @@ class HfPlaces:
     def _write_stacked(
         self, directory: Path, name: str, place: StackPlace, tensor: Tensor
     ) -> tuple[str, ...]:
-        """Collects the matrices that a stack contains of an expert, and writes them when they are
-        complete.
+        """Collects an expert's matrices of a stack, and writes them when they are complete.
 
         Transposed, they interleave in each row. Written at once, they are one range of the file;
         otherwise, each would have to be added to what the file contains.
@@ -395,13 +383,8 @@ class HfWriter:
 
     Args:
         directory: Directory to create; it must not exist or must be empty.
-        shapes: Shape of every HF tensor.
         dtype: Stored type, except for tensors kept in fp32.
-        config: Content of config.json.
-        side_files: Directory from which tokenizer files are copied, if any.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
-        card: Text of README.md, or None.
-        kept: See `HfPlaces`.
 
     Raises:
         CheckpointError: The directory exists and is not empty.

@@ -22,7 +22,6 @@ class StoredSlice:
     """Where the files store a tensor of the weight table.
 
     Args:
-        name: Name of the stored tensor.
         index: Index along its dim 0; None if the whole tensor is meant.
         is_transposed: Whether the stored matrix is the transpose.
     """
@@ -40,9 +39,7 @@ class StoredSlice:
         return StoredSlice(found["name"], int(found["index"]), found["transposed"] is not None)
 
     def box(self, box: Box) -> Box:
-        """Returns the rectangle of the stored tensor that holds the rectangle `box` of the slice,
-        transposed if the slice is.
-        """
+        """Returns the rectangle of the stored tensor that holds a rectangle of the slice."""
         if self.index is None:
             return box
         return ((self.index, self.index + 1), *(box[::-1] if self.is_transposed else box))
@@ -60,11 +57,7 @@ def stored_name(hf: str) -> str:
 
 
 def stored_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Returns the shapes of the tensors that the files contain.
-
-    Args:
-        shapes: Shape of every HF coordinate, as returned by `hf_shapes`.
-    """
+    """Returns the shapes of the tensors that the files contain."""
     counts = slice_counts(shapes)
     found: dict[str, Shape] = {}
     for hf, shape in shapes.items():

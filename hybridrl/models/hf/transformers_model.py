@@ -51,9 +51,6 @@ def transformers_model(
     The states of global random generators do not change.
 
     Args:
-        model_config: HF directory, or contents of a config.json.
-        dtype: Type of the parameters.
-        device: Device of the parameters.
         attention: transformers' name for the attention implementation. Models that cap their
             attention scores, or have attention sinks, use "eager" in any case.
 

@@ -30,8 +30,6 @@ def checkpoint_tensors(
     """Returns a model's parameters and buffers (not copies), by their names in the checkpoint.
 
     Args:
-        model: Model of transformers.
-        hf_config: Content of its config.json.
         family: Family of the model, needed if experts are stacked; found from `hf_config` by
             default.
 
@@ -69,9 +67,7 @@ def checkpoint_tensors(
 
 
 def _slices(family: Family, hf_config: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
-    """Returns for each tensor that stacks experts in the files too its slices' names, in order, and
-    whether they are transposed.
-    """
+    """Returns the slices of each tensor that stacks experts in files: name, is transposed."""
     shape, found = family.shape(hf_config), dict[str, list[tuple[str, bool]]]()
     for row in family.rows(shape):
         for layer in row.layers_of(shape) if row.num_experts else ():

@@ -63,12 +63,7 @@ _BICUBIC = 3
 
 
 class ImageFault(Exception):
-    """Raised for an image that cannot be read or used.
-
-    Args:
-        found: Description of the image.
-        allowed: Description of images that can be used.
-    """
+    """Raised for an image that cannot be read or used."""
 
     def __init__(self, found: str, allowed: str) -> None:
         super().__init__(f"{found}; allowed: {allowed}")
@@ -158,9 +153,7 @@ def _preprocessing(file: str, content: Mapping[str, Any], vision: VisionShape) -
 
 
 def opened(data: bytes) -> Image.Image:
-    """Returns an image that is not yet decoded. Raises ImageFault if the format is unknown or the
-    image is too large to decode.
-    """
+    """Returns an undecoded image. ImageFault if its format is unknown, or it is too large."""
     from PIL import Image
 
     try:
@@ -285,8 +278,6 @@ class ImageProcessor:
     """Prepares images for a vision tower.
 
     Args:
-        vision: Sizes of the tower.
-        preprocessing: How images are resized and normalized.
         max_pixels: Further limit on the number of pixels (`data.max_image_pixels`).
     """
 
@@ -356,11 +347,7 @@ class ImageProcessor:
 
 
 def random_image(seed: int, factor: int, high: int, wide: int) -> bytes:
-    """Returns a PNG file of random colours, of high x wide tokens unless the model enlarges it.
-
-    Args:
-        factor: Width and height of the pixels that one token stands for.
-    """
+    """Returns a PNG file of random colours, of high x wide tokens unless the model enlarges it."""
     from PIL import Image
 
     size = high * factor, wide * factor, 3
@@ -381,10 +368,6 @@ def positions(contents: tuple[Content, ...], merge_size: int, num_tokens: int) -
 
     Text continues after the largest earlier position. The tokens of an image share the position in
     time, and differ in height and width (Qwen2-VL, Wang et al. 2024, section 2.1).
-
-    Args:
-        contents: Images of the prompt with which the sequence begins.
-        num_tokens: Number of tokens of the prompt and the response so far.
     """
     found = np.empty((num_tokens, 3), np.int64)
     done, position = 0, 0

@@ -29,12 +29,9 @@ class VisionShape:
         start_token, end_token: Ids of the tokens before and after these tokens.
         patch_size: Width and height of a patch in pixels.
         merge_size: Number of patches, in each direction, that one token stands for.
-        hidden_size, ffn_size, num_layers: Sizes of the tower's blocks, and their number.
         windowed_layers: Number of blocks whose patches attend within windows of the image.
-        window_patches: Number of patches in a window.
         deepstack_layers: Number of decoder layers, from the first on, whose outputs receive
             features of the image too.
-        config: `vision_config` of config.json.
     """
 
     kind: str
@@ -54,5 +51,4 @@ class VisionShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of the tower's parameters."""
         return sum(map(prod, self.tensors.values()))

@@ -30,11 +30,7 @@ TOWERS: Mapping[str, tuple[Any, Any]] = {
 
 
 class FusedGateMLP(torch.nn.Module):
-    """SwiGLU of a tower's block, whose gate and up projections are one parameter, as in engines.
-
-    Args:
-        mlp: transformers' module, which is replaced.
-    """
+    """SwiGLU of a tower's block, whose gate and up projections are one parameter, as in engines."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
