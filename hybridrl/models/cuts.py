@@ -56,7 +56,7 @@ def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the shard of a row without experts that an engine rank with fused projections holds."""
+    """Returns the shard of a row without experts of an engine rank with fused projections."""
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)

@@ -163,7 +163,7 @@ def element_sizes(layout: RankLayout) -> dict[str, int]:
 def split_blocks(
     family: Family, shape: ModelShape, cut: Callable[[Row, int], Cut], tp: int
 ) -> Iterator[tuple[str, int]]:
-    """Yields the HF names and sizes of pieces of quantized weights that are not multiples of BLOCK."""
+    """Yields the HF names and sizes of pieces of quantized weights that are not whole blocks."""
     for row in family.rows(shape):
         if not is_quantized(row):
             continue

@@ -40,13 +40,7 @@ from hybridrl.models.weights import EXPERTS, RankLayout, Region
 
 
 def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lora) -> None:
-    """Adds the adapters in a rank's layout to its modules; their parameters are all zero.
-
-    Args:
-        chunks: Megatron's modules on this rank, one per virtual pipeline stage.
-        layout: Layout of the rank, with rows of adapters.
-        lora: Settings of the adapters.
-    """
+    """Adds the adapters in a rank's layout to its modules; their parameters are all zero."""
     regions: dict[str, list[Region]] = {}
     for region in layout.regions:
         regions.setdefault(region.local, []).append(region)
@@ -71,9 +65,6 @@ class _OutputRows:
     """Finds which rows of a layer's output its adapters change.
 
     Layers with equal rows, such as the experts of a model, share the tensors.
-
-    Args:
-        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,13 +74,7 @@ class _OutputRows:
     def of(
         self, regions: Sequence[Region], projections: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the indices of the output rows to which the rows of `lora_b` belong, and for each
-        row of `lora_b` the index of its projection.
-
-        Args:
-            regions: Regions of the layer's weight.
-            projections: HF names of the projections that have an adapter.
-        """
+        """Returns the output row and the index of the projection of each row of `lora_b`."""
         named = ((region.hf.removesuffix(WEIGHT), region.local_box[0]) for region in regions)
         spans = tuple(
             (*span, projections.index(name)) for name, span in named if name in projections
@@ -115,8 +100,6 @@ def _adapt(
     """Turns a linear layer into one with adapters.
 
     Args:
-        shapes: Shapes of `lora_a` and `lora_b`.
-        rows, places: See `_OutputRows.of`.
         is_expert: Whether the layer belongs to an expert, whose group of ranks is `linear.tp_group`
             as well.
     """
@@ -170,7 +153,6 @@ class _Added(torch.autograd.Function):
         b: (rows, rank).
         places: Output row and projection of each row of b; None if b is (outputs, rank) and there
             is one projection.
-        scale: s.
         """
         matrix = b if places is None else one_matrix(b, places, output.size(-1), inner.size(-1))
         ctx.save_for_backward(inner, matrix)
@@ -235,7 +217,6 @@ def _with_adapters(base: type) -> type:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Returns the sharded tensors of weight and adapters."""
             found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             if (group := getattr(self, "tp_group", None)) is None:  # latent attention's down proj
                 return found
@@ -260,9 +241,7 @@ def _with_adapters(base: type) -> type:
 def adapted_rows(
     chunks: Sequence[torch.nn.Module],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns, for each module with the parameters of an adapter by local name, the output rows to
-    which the rows of its B belong, and the index of the projection of each row.
-    """
+    """Returns the rows and projections of each adapter's B, by local name of its module."""
     return {
         f"{index}/{name}": (part.lora_rows, part.lora_places)
         for index, chunk in enumerate(chunks)

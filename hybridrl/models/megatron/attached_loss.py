@@ -1,6 +1,4 @@
-"""Attaches a loss to a tensor, so that a schedule which knows only the main loss computes its
-gradient too.
-"""
+"""Attaches a loss, whose gradient a schedule that knows only the main loss computes too."""
 
 from __future__ import annotations
 

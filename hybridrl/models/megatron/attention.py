@@ -93,7 +93,6 @@ class SharedPrompts:
             without padding. The sequence that it continues has the last of them, and may itself
             continue another.
         positions_S: Position of each local token within its sample, on the model's device.
-        cp_size, cp_rank: Context-parallel size and rank.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -134,12 +133,7 @@ class SharedPrompts:
 
     @cached_property
     def sequences(self) -> list[ContinuedSequence]:
-        """All sequences, in packed order, for layers that know only the state at the end of a
-        sequence.
-
-        Raises:
-            RuntimeError: A sequence continues a part of another sequence.
-        """
+        """All sequences, in packed order, for layers that know only states at their ends."""
         own = pairwise(self.cu_seqlens)
         pad_each = 2 * self.cp_size if self.cp_size > 1 else 1
         for number, shared in zip(self.prefix_sequences, self.prefix_lengths, strict=True):
@@ -232,7 +226,6 @@ class Readers(NamedTuple):
         return Readers(order_K, torch.searchsorted(sorted_K, token_T))
 
     def to(self, device: torch.device) -> Readers:
-        """Returns a copy on a device."""
         return Readers(self.order_K.to(device), self.start_T.to(device))
 
 
@@ -457,9 +450,6 @@ class PackedAttention(MegatronModule):
         Args:
             query: Packed local tokens [t, heads, d], or [s, b, heads, d].
             key, value: Like `query`, but with KV heads; values may have a different d.
-            attention_mask, attn_mask_type, attention_bias: Arguments from Megatron that are
-                ignored; only the causal mask is applied.
-            packed_seq_params: Boundaries of packed sequences.
 
         Returns:
             [t, heads * d], or [s, b, heads * d]; d is the head size of the values.
@@ -547,11 +537,7 @@ class PackedAttention(MegatronModule):
 
 
 def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
-    """Sets the soft cap for products of queries and keys in a model's attention.
-
-    Raises:
-        ModelError: Some attention module is not a PackedAttention.
-    """
+    """Sets the soft cap for products of queries and keys; ModelError if a layer has none."""
     for part in model.modules():
         attention = getattr(part, "core_attention", None)
         if isinstance(attention, PackedAttention):

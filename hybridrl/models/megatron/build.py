@@ -62,8 +62,7 @@ FIXED_KEYWORDS: dict[str, Any] = {
     # dispatcher. dispatch.py replaces it for ranks that share a micro-batch.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
-    # The loss is already divided by the global denominator, so gradients are summed, never
-    # averaged.
+    # The loss is already divided by the global denominator, so gradients are only summed.
     "calculate_per_token_loss": True,
     "finalize_model_grads_func": finalize_summed_gradients,
     # These fusions need apex; layers.py sets the fusions of transformer-engine.
@@ -101,17 +100,12 @@ def transformer_config(
     """Builds Megatron's configuration from the family's arguments, the layout and the host.
 
     Args:
-        family: Family that provides the model's arguments.
-        hf_config: Content of the model's config.json.
         layout: Parallel sizes. Sequence parallelism is on if tp > 1, because it saves memory
             without sending more bytes.
-        dtype: Data type of parameters and activations.
-        platform: Platform of this host.
         recompute: 'full' stores only layer inputs and recomputes everything else in the backward
             pass. 'selective' is implemented by the layers' modules (`layer_specs`), except for
             grouped experts.
         fp32_residual: Whether the residual stream is fp32, also between pipeline stages.
-        layers: Library of the layers' modules.
         fp8: Format of matrix products; parameters remain in `dtype`. See FP8_KEYWORDS.
     """
     shape = family.shape(hf_config)
@@ -185,11 +179,9 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         # interleaved schedule could be mismatched.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # True would synchronize the device after each exchange; only old PyTorch versions need
-        # this.
+        # True would synchronize the device after each exchange, for old versions of PyTorch.
         "batch_p2p_sync": False,
-        # gloo reads a tensor after isend has returned, so freeing it early would corrupt the
-        # message.
+        # gloo reads a tensor after isend has returned, so it must not be freed early.
         "deallocate_pipeline_outputs": not platform.is_cpu,
     }
 
@@ -207,16 +199,10 @@ def build_chunks(
     """Builds this rank's model chunks, one per virtual pipeline stage, without loading weights.
 
     Args:
-        family: Family that provides GPTModel arguments and, if it is a user's own, the layer's
-            ModuleSpec.
-        hf_config: Content of the model's config.json.
         config: Configuration from `transformer_config`. Megatron's process groups must exist.
         head: 'lm' computes log-probabilities of target tokens, 'value' computes one value per
             token.
-        layers: Library that implements the layers; must be the library for which `config` was
-            built.
         recompute: 'selective' recomputes the output of the feed-forward layers' activations.
-        extra_inputs: Model inputs other than tokens.
         has_mtp: Whether the last stage has the layer for multi-token prediction.
     """
     shape = family.shape(hf_config)

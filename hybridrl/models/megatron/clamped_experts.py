@@ -29,7 +29,6 @@ def clamped_swiglu(widened: torch.Tensor, config: Any) -> torch.Tensor:
 
     Args:
         widened: Gate and up in turn, (..., 2 * width).
-        config: Megatron's configuration, which has the activation, the limit c and the offset.
     """
     limit = config.activation_func_clamp_value
     gate, up = widened[..., ::2].clamp(max=limit), widened[..., 1::2].clamp(-limit, limit)
@@ -52,7 +51,6 @@ class ClampedExpert(MLP):
         """Returns the output, (T, D), which contains the bias, and no separate bias.
 
         Args:
-            hidden_states: Tokens of the expert, (T, D).
             per_token_scale: Weight of the expert for each token, (T,), which also weights the bias.
         """
         widened, bias = self.linear_fc1(hidden_states)

@@ -25,11 +25,7 @@ def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[tuple[int, int]]:
 
 
 def context_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Returns the packed positions that a rank holds, int64, in the order in which it holds them.
-
-    Args:
-        cu_seqlens: Start of each sequence, followed by the total number of positions.
-    """
+    """Returns the packed positions that a rank holds, int64, in the order in its memory."""
     return torch.cat(
         [
             torch.arange(start + first, start + last)

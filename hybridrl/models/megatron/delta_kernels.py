@@ -39,7 +39,6 @@ class ChosenRule:
     """The selected implementation; the same on all ranks.
 
     Args:
-        rule: The implementation.
         said: Log line that names it and the reason; empty if there was nothing to choose.
     """
 
@@ -48,7 +47,6 @@ class ChosenRule:
 
     @property
     def name(self) -> str:
-        """Name of the implementation."""
         return "torch" if self.rule is delta_rule else "triton"
 
 
@@ -60,14 +58,6 @@ def choose_rule(
     platform: Platform,
 ) -> ChosenRule:
     """Selects the implementation of the gated delta rule on this host.
-
-    Args:
-        wanted: `train.delta_rule`.
-        mixer: The model's recurrent modules.
-        tp: Tensor-parallel size, which divides the heads.
-        dtype: Data type of the model.
-        platform: Platform on which the model runs.
-
     Raises:
         UserError: The kernels are requested but cannot be used.
     """
@@ -129,14 +119,6 @@ def gradient_fault(
     rule: DeltaRule, sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Compares outputs, final states and gradients of a rule with those of torch's reference.
-
-    Args:
-        rule: Implementation to check.
-        sizes: Sizes of the model's module, whose heads are divided by `tp`.
-        tp: Tensor-parallel size.
-        dtype: Data type of queries, keys and values.
-        device: Device of the tensors.
-
     Returns:
         The first result that differs, and by how much; None if all agree.
     """

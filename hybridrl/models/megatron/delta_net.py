@@ -54,7 +54,6 @@ class Stage:
 
     Args:
         spans: (start, length) of each sequence.
-        device: Device of the tensors.
 
     Attributes:
         sequences: Boundaries in the order of the stage.
@@ -159,11 +158,6 @@ class Places(NamedTuple):
 class Recurrence:
     """Order in which packed sequences are computed, and what each continues; shared by all layers.
 
-    Args:
-        packed: Boundaries of the sequences.
-        kernel: Number of positions that the convolution reads.
-        device: Device of the tensors.
-
     Attributes:
         first: Sequences that continue no prompt.
         second: Sequences that continue a prompt; None if there are none.
@@ -208,12 +202,6 @@ class Recurrence:
 
 class GatedDeltaNet(MegatronModule):
     """Gated delta net; input and output (S, 1, D), S split by sequence parallelism.
-
-    Args:
-        config: Megatron's configuration.
-        sizes: Sizes of the module over all ranks.
-        layer_number: Number of the layer, from 1.
-        pg_collection: Process groups.
 
     Attributes:
         rule: Implementation of the recurrence; delta_kernels.py selects it.
@@ -293,8 +281,6 @@ class GatedDeltaNet(MegatronModule):
 
         Args:
             hidden_states: (S, 1, D), normalized; this tensor-parallel rank's part of the sequence.
-            attention_mask: Not used.
-            packed_seq_params: Boundaries of packed sequences.
         """
         if packed_seq_params is None:
             raise ValueError("a gated delta net needs packed sequences")
@@ -427,13 +413,7 @@ def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
 
 
 def set_rule(chunks: Iterable[torch.nn.Module], rule: DeltaRule, has_kernels: bool) -> None:
-    """Sets the implementation of all gated delta nets of a model.
-
-    Args:
-        chunks: Chunks of the model.
-        rule: Implementation of the recurrence.
-        has_kernels: Whether kernels compute the convolution.
-    """
+    """Sets the implementation of all gated delta nets of a model."""
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, GatedDeltaNet):

@@ -63,7 +63,6 @@ class Sequences:
 
     Args:
         lengths: Number of tokens in each sequence; none is 0.
-        device: Device of the tensors.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -141,7 +140,6 @@ class DeltaInputs(NamedTuple):
     beta_TG: torch.Tensor
 
     def rows(self, index_N: torch.Tensor) -> DeltaInputs:
-        """Returns the inputs of some tokens."""
         return DeltaInputs(*(one.index_select(0, index_N) for one in self))
 
 
@@ -158,8 +156,6 @@ class DeltaRule(Protocol):
         """Returns outputs, (T, value heads, value size), and final states or None.
 
         Args:
-            inputs: Inputs of all tokens.
-            sequences: Boundaries of the sequences.
             state_NGKV: State before each sequence, (N, value heads, key size, value size) fp32; if
                 None, all states are zero.
             wants_states: Whether to return the states after the sequences.

@@ -31,12 +31,7 @@ from hybridrl.models.family import ModelShape
 
 
 def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
-    """Makes expert layers use a dispatcher that gathers tokens, if `gathers` allows it.
-
-    Args:
-        chunks: Chunks of a newly built model.
-        shape: Sizes of the model, which may have no experts.
-    """
+    """Makes expert layers use a dispatcher that gathers tokens, if `gathers` allows it."""
     if shape.moe is None:
         return
     groups = get_default_pg_collection()
@@ -59,10 +54,6 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
     Gathering is possible if the ranks that share a layer's experts hold parts of the same
     micro-batch. It sends no more bytes than all-to-all if there are at most as many such ranks as
     experts per token. `TrainLayout.gathers_tokens` implements the same rule for a layout.
-
-    Args:
-        groups: Megatron's process groups of this rank.
-        experts_per_token: Number of experts selected for each token.
     """
     sharing = dist.get_process_group_ranks(groups.tp_ep)
     if len(sharing) == 1:
@@ -72,8 +63,7 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1) with operations
-    reordered.
+    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1), reordered.
 
     The dispatcher counts the tokens per expert before the tokens arrive, and sorts routing weights
     together with the tokens. Megatron's version waits for the device twice while nothing is in
@@ -83,12 +73,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     routing_map: Tensor | None  # Megatron has no type annotation for this
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns all tokens, (T, D), and their routing weights for this rank's experts, (T, E).
-
-        Args:
-            hidden_states: This rank's tokens.
-            probs: Routing weights of this rank's tokens for all experts.
-        """
+        """Returns all tokens, (T, D), and their routing weights for this rank's experts, (T, E)."""
         assert self.routing_map is not None  # set by `dispatch_preprocess`
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         with torch.no_grad():

@@ -31,9 +31,6 @@ def new_parameter(
     """Returns a parameter of an expert's adapter, all zero.
 
     Args:
-        name: `lora_a` or `lora_b`.
-        shape: Shape of the parameter.
-        weight: Weight of the expert.
         copied_over: Group of ranks that hold copies of the parameter; None if its parts are on
             different ranks.
     """
@@ -59,11 +56,8 @@ def add_expert_adapter(
 
     Args:
         linear: transformer-engine's layer, as Megatron wraps it. Experts are added in order.
-        expert: Index of the expert on this rank.
-        shapes: Shapes of `lora_a` and `lora_b`.
         rows, places: Output rows to which the rows of `lora_b` belong, and the projection of each.
             These must be all rows, in order, and projections must have equally many.
-        lora: Settings of the adapters.
     """
     self: Any = linear
     weight = getattr(linear, f"weight{expert}")
@@ -160,9 +154,7 @@ def _with_adapters(base: type) -> type:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Returns the sharded tensors of weights and adapters, with the keys of experts that
-            are separate modules.
-            """
+            """Returns the sharded tensors, with the keys of experts that are separate modules."""
             found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             groups, num_local = self._pg_collection, len(self.adapters)
             is_row = self.lora_num_projections == 1

@@ -32,11 +32,9 @@ def explicit_attention(
         key, value: [n, KV heads, k, d].
         mask: Whether a query attends to a key; bool, broadcastable to [n, 1, q, k]. Every query
             attends to at least one key.
-        scale: Factor of the products.
         cap: Soft cap of the scaled products; 0 for none.
         sinks: Logit of each head that takes part in the softmax but has no value, [heads]; None for
             none.
-        dropout: Dropout probability for the attention weights.
 
     Returns:
         [n, heads, q, d]; d is the head size of the values.

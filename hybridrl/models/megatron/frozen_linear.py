@@ -40,8 +40,6 @@ class FrozenLinear:
         norm: Norm that the layer applies to its input, or None.
         group: Tensor-parallel group among which the sequence is split, or None.
         is_row: Whether the output is a sum over the group.
-        adds_bias: Whether the layer adds its bias.
-        returns_bias: Whether the layer returns its bias instead.
     """
 
     norm: Callable[[torch.Tensor], torch.Tensor] | None
@@ -67,7 +65,6 @@ class FrozenLinear:
             a: A of all projections, (projections x rank, inputs).
             b: (rows, rank).
             places: See `one_matrix`.
-            scale: s.
         """
         if self.norm is not None:
             hidden = self.norm(hidden)
@@ -82,9 +79,6 @@ def frozen_linear(linear: Any, group: dist.ProcessGroup | None) -> FrozenLinear 
     """Returns how to compute a layer of Megatron or transformer-engine; None if its module must
     compute it: in FP8, with collectives other than those of sequence parallelism, or with a backend
     that is not among TESTED_BACKENDS.
-
-    Args:
-        group: Tensor-parallel group among which the layer communicates, or None.
     """
     if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         is_row = isinstance(linear, RowParallelLinear)

@@ -44,7 +44,6 @@ class HeadInput:
         tokens: Target token at each position, (S,), or the target and K further tokens, (S, 1 + K),
             int64.
         rows_N: Positions for which the head is computed, ascending.
-        temperature: Divisor of the logits.
     """
 
     tokens: torch.Tensor
@@ -201,9 +200,7 @@ def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> to
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Returns the fp32 buffer in which Megatron accumulates the weight's gradient, or None."""
-    if not hasattr(
-        weight, "grad_added_to_main_grad"
-    ):  # the model is not wrapped, or the weight is frozen
+    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped, or the weight is frozen
         return None
     main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
     return main_grad if main_grad.dtype == torch.float32 else None
@@ -271,12 +268,9 @@ class PackedModel(GPTModel):
             return found
         embedded, angles_LD, *rest = found
         shared = packed_seq_params.shared
-        if (
-            self.position_embedding_type == "mrope"
-        ):  # there is one row of angles per packed position
-            position_S = shared.packed_angle_positions
-        else:
-            position_S = shared.angle_positions
+        # For mrope, there is one row of angles per packed position.
+        is_mrope = self.position_embedding_type == "mrope"
+        position_S = shared.packed_angle_positions if is_mrope else shared.angle_positions
         return (embedded, angles_LD.index_select(0, position_S), *rest)
 
     def _embedded(
@@ -305,8 +299,6 @@ class LanguageModel(PackedModel):
 
     Args:
         num_tokens: Size of the actual vocabulary; the softmax ignores the padded columns beyond it.
-        logits_cap: See `ModelShape`.
-        **kwargs: Arguments of GPTModel.
 
     Attributes:
         num_top: Number of most likely tokens to find at each position.
@@ -384,10 +376,8 @@ class LanguageModel(PackedModel):
         start = group.rank() * weight.size(0)
         num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
         temperature = labels.temperature * self.scales.logits
-        hidden_SD, head = (
-            hidden_states.flatten(0, 1),
-            (temperature, self.logits_cap, num_columns, group),
-        )
+        hidden_SD = hidden_states.flatten(0, 1)
+        head = (temperature, self.logits_cap, num_columns, group)
         tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
         if self.num_top:
             top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])
@@ -420,8 +410,7 @@ class LanguageModel(PackedModel):
         rotary: torch.Tensor,
         packed: PackedSequences,
     ) -> torch.Tensor:
-        """Returns the loss of the layer that predicts the token after the next; see
-        `NextTokenLayer.forward` for the arguments.
+        """Returns the loss of predicting the token after the next (`NextTokenLayer.forward`).
 
         Only the layer's own parameters have gradients.
         """
@@ -464,10 +453,7 @@ class ValueHead(MegatronModule):
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(
             torch.zeros(
-                1,
-                config.hidden_size,
-                dtype=config.params_dtype,
-                device=torch.cuda.current_device(),
+                1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()
             )
         )
 

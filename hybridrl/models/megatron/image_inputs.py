@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -164,21 +164,16 @@ class _LateGradients(torch.autograd.Function):
 def add_deepstack(layers: Sequence[torch.nn.Module], vision: VisionShape) -> None:
     """Makes the first layers of the first stage add the images' features to their outputs."""
     for index in range(vision.deepstack_layers):
-        layers[index].register_forward_hook(_Add(index), with_kwargs=True)
+        layers[index].register_forward_hook(partial(_add, index), with_kwargs=True)
 
 
-class _Add:
+def _add(
+    index: int, _: torch.nn.Module, __: Any, kwargs: dict[str, Any], output: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
     """Forward hook of decoder layer `index`."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def __call__(
-        self, _: torch.nn.Module, __: Any, kwargs: dict[str, Any], output: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...] | None:
-        packed = kwargs.get("packed_seq_params")
-        added = None if packed is None else packed.model_inputs.get(DEEPSTACK)
-        if added is None:
-            return None
-        hidden, *rest = output
-        return hidden + added[self._index].to(hidden.dtype), *rest
+    packed = kwargs.get("packed_seq_params")
+    added = None if packed is None else packed.model_inputs.get(DEEPSTACK)
+    if added is None:
+        return None
+    hidden, *rest = output
+    return hidden + added[index].to(hidden.dtype), *rest

@@ -58,7 +58,6 @@ class SharedLinear(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the projection of the last dimension."""
         return F.linear(hidden, self.weight)
 
 
@@ -151,8 +150,6 @@ class LatentAttention(MegatronModule):
 
         Args:
             hidden_states: (S, B, D), normalized; this tensor-parallel rank's part of the sequence.
-            attention_mask: Not used; the attention is always causal.
-            rotary_pos_emb: GPTModel's angles for the whole sequence.
             packed_seq_params: Boundaries of packed sequences; B must then be 1.
         """
         if rotary_pos_emb is None:
@@ -196,8 +193,7 @@ class LatentAttention(MegatronModule):
             query, _ = self.linear_q_proj(hidden)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent.contiguous()))
         if config.sequence_parallel:
-            # Each rank's heads compute part of the key's gradient; the gather's backward pass sums
-            # them.
+            # Each rank's heads compute part of the key's gradient; the gather's backward sums them.
             shared_key = gather_from_sequence_parallel_region(
                 shared_key.contiguous(), tensor_parallel_output_grad=True, group=self.groups.tp
             )

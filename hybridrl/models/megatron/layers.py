@@ -65,7 +65,6 @@ class Layers:
     """The selected library for a model's layers; the same on all ranks.
 
     Args:
-        kind: Library that implements the modules.
         fuses_norms: Whether norms are parameters of the linear layers that follow them.
         said: Log line that names the chosen library and the reason.
     """
@@ -87,13 +86,8 @@ def choose_layers(
     """Selects the library for the layers' modules on this host.
 
     Args:
-        wanted: `train.layers`.
         family: Family of the model; if it has its own `layer_spec`, transformer-engine is not used.
-        dtype: Data type of parameters and activations.
-        platform: Platform on which the model runs.
         fp32_residual: Whether the residual stream is fp32, which fused norms do not accept.
-        fp8: `train.fp8`, which requires transformer-engine.
-        torch_only: Feature of the model that needs torch's layers (`ModelShape.torch_only`), or "".
 
     Raises:
         UserError: transformer-engine or FP8 is requested but cannot be used.
@@ -146,12 +140,8 @@ def layer_specs(
     All have attention; see `with_mixer`.
 
     Args:
-        kind: Library that implements the modules.
-        family: Family of the model; its own `layer_spec` replaces the built-in layers.
-        config: Megatron's configuration.
         recompute: 'selective' recomputes activations of feed-forward layers and experts in the
             backward pass. For grouped experts, `config` makes Megatron do this.
-        shape: Dimensions and norms of the model.
 
     Raises:
         UserError: 'selective' is used with a feed-forward layer that LeanMlp cannot replace.
@@ -169,10 +159,8 @@ def layer_specs(
         with_experts = layer if is_own else expert_layer_spec(kind, config, layer)
         if has_clamped:
             mixture = submodules_of(with_experts.submodules.mlp)
-            mixture.experts = with_module(
-                mixture.experts,
-                LeanClampedExperts if recompute == "selective" else ClampedExperts,
-            )
+            experts = LeanClampedExperts if recompute == "selective" else ClampedExperts
+            mixture.experts = with_module(mixture.experts, experts)
     if recompute == "selective":
         mlp = layer.submodules.mlp
         is_own = with_experts is not None and family.layer_spec is not None
@@ -254,7 +242,6 @@ def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple
     """Returns a layer with Megatron's linear layers and packed attention, and the final norm.
 
     Args:
-        config: Megatron's configuration.
         norm: Class of the norms, called as `norm(config=..., hidden_size=..., eps=...)`.
     """
     spec = copy.deepcopy(
@@ -347,10 +334,6 @@ def shares_prompts(
             be faster. Sharing is not faster with torch's layers on a GPU, because their attention
             builds its mask on the host. With context parallelism on a GPU, gradients have not been
             compared.
-        cp: Context-parallel size.
-        kind: Library that implements the layers.
-        is_cpu: Whether the model runs on the CPU.
-        modules: Modules of the model.
 
     Raises:
         UserError: Sharing is requested, but an attention class (such as in a user's own layers)
@@ -392,7 +375,6 @@ def begin_gradients(chunks: Iterable[Any], recompute: str) -> None:
 
     Args:
         chunks: Megatron's GPTModels, in which frozen parameters are already marked.
-        recompute: `train.recompute`.
     """
     if recompute == "none":
         return
@@ -446,9 +428,7 @@ class LeanMlp(MLP):
     def _activated(
         self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns activation(gate) * up, which for experts is multiplied by the router's weights,
-        (T,).
-        """
+        """Returns activation(gate) * up, times the router's weights (T,) in experts."""
         if self.config.bias_activation_fusion:
             if scale is not None:
                 return weighted_bias_swiglu_impl(widened, bias, scale[:, None])

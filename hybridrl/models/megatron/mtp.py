@@ -29,12 +29,6 @@ from hybridrl.models.megatron.attention import PackedSequences
 class NextTokenLayer(MegatronModule):
     """The layer; input and output (S, 1, D), S split by sequence parallelism.
 
-    Args:
-        config: Megatron's configuration.
-        layer: Spec of a dense layer with attention.
-        norm: Class of the norms.
-        vp_stage: Model chunk of this rank that contains the layer; None without virtual stages.
-
     Attributes:
         coefficient: Coefficient of the loss.
         num_step_targets: Number of response tokens in the update over all ranks, by which the loss
@@ -68,7 +62,6 @@ class NextTokenLayer(MegatronModule):
         self.layer = build_module(layer, config=config, pg_collection=groups, vp_stage=vp_stage)
 
     def clear(self) -> None:
-        """Resets the loss."""
         self.loss = None
 
     def forward(
@@ -83,10 +76,7 @@ class NextTokenLayer(MegatronModule):
 
         Args:
             hidden_states: The model's final hidden states, normalized, (S, 1, D).
-            tokens_S: Tokens of all positions.
             embedding_VD: This rank's rows of the embedding.
-            rotary: Rotary angles, as for the other layers.
-            packed: Boundaries of the sequences.
         """
         with torch.no_grad():
             embedded_SD = self._embedded(tokens_S.roll(-1), embedding_VD)
@@ -113,12 +103,7 @@ class NextTokenLayer(MegatronModule):
         return found_SD
 
     def loss_of(self, logp_N: torch.Tensor, is_target_N: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a micro-batch, and adds it to `loss`.
-
-        Args:
-            logp_N: Log-probability of each target.
-            is_target_N: Whether the target counts.
-        """
+        """Returns the loss of a micro-batch, and adds it to `loss`."""
         total = -(logp_N * is_target_N).sum()
         found = torch.stack((total.detach(), is_target_N.sum().float()))
         self.loss = found if self.loss is None else self.loss + found
@@ -133,7 +118,6 @@ def target_rows(
     Args:
         rows_N: Positions whose next token is a response token.
         cu_seqlens: Start of each sequence, followed by the number of positions.
-        num_positions: Number of positions.
 
     Returns:
         For each of `rows_N`, the position before it, and whether that is in the same sequence.

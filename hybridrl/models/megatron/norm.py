@@ -23,7 +23,6 @@ def rms_norm(
 
     Args:
         x: Input, in the weight's data type or a wider type.
-        eps: Constant added to the mean square.
         is_centered: Whether to multiply by 1 + weight in float32, as in Gemma; with 16 bits, the
             sum would lose small weights.
     """
@@ -39,7 +38,6 @@ class RMSNorm(torch.nn.RMSNorm):
     is_centered = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its type."""
         return rms_norm(x, self.weight, self.eps, self.is_centered)
 
 
@@ -53,20 +51,13 @@ class LayerNorm(torch.nn.LayerNorm):
     """torch's LayerNorm, extended to inputs with a wider data type than the weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its type."""
         return torch.nn.functional.layer_norm(
             x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
         )
 
 
 class TorchNorm:
-    """Builds the `RMSNorm`, `CenteredNorm` or `LayerNorm` that a TransformerConfig names.
-
-    Args:
-        config: Megatron's configuration.
-        hidden_size: Size of the last dimension, which is normalized.
-        eps: Constant added to the variance.
-    """
+    """Builds the `RMSNorm`, `CenteredNorm` or `LayerNorm` that a TransformerConfig names."""
 
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object

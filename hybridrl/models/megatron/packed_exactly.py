@@ -76,8 +76,6 @@ class PackedExactly:
     """Takes the place of the forward pass of `PackedAttention`.
 
     Args:
-        kernels: The engine's operations.
-        scale: Factor of the products.
         num_before: Number of earlier positions that a query attends to; None for all of them.
     """
 

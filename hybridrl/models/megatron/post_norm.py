@@ -46,7 +46,6 @@ class NormedAttention(SelfAttention):
         self.is_local = is_layer_window_attention(window, skipped, self.layer_number)
 
     def forward(self, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
-        """Returns the normalised output, and no bias."""
         if self.is_local is not None:
             both = keywords["rotary_pos_emb"]
             keywords["rotary_pos_emb"] = angles_of_layer(both, self.is_local)
@@ -61,7 +60,6 @@ class NormedMlp(MLP):
         self.post_layernorm = PostNorm(config)
 
     def forward(self, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
-        """Returns the normalised output, and no bias."""
         return self.post_layernorm(*super().forward(*args, **keywords)), None
 
 
@@ -84,10 +82,7 @@ class WholeNorm(MegatronModule):
     """RMSNorm over all heads of a projection; each tensor-parallel rank holds some of the heads.
 
     Args:
-        config: Configuration of the model.
         num_heads: Total number of heads over all tensor-parallel ranks.
-        head_dim: Size of one head.
-        eps: Constant added to the mean square.
     """
 
     def __init__(
@@ -100,8 +95,7 @@ class WholeNorm(MegatronModule):
         self.weight = torch.nn.Parameter(
             torch.ones(width, dtype=config.params_dtype, device=device)
         )
-        # Megatron's marks for a sharded parameter, so that the gradient norm includes every rank's
-        # shard.
+        # Megatron's marks of a sharded parameter: the gradient norm includes every rank's shard.
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = 0, 1  # type: ignore[attr-defined]
 
@@ -118,7 +112,6 @@ class WholeNorm(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the weight as sharded along its only dimension."""
         state = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
@@ -136,14 +129,12 @@ class _WholeNormOf:
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Returns how many heads are normalised together."""
         return int(config.num_attention_heads)
 
 
 class _WholeNormOfKeys(_WholeNormOf):
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Returns how many heads are normalised together."""
         return int(config.num_query_groups or config.num_attention_heads)
 
 

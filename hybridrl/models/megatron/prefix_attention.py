@@ -40,7 +40,6 @@ class Call:
         key_starts, key_lengths: Packed positions of each sequence's keys.
         is_causal: Whether each query attends only to keys up to its own position. Queries and keys
             are then the same positions.
-        device: Device of the boundaries.
     """
 
     query_starts: tuple[int, ...]
@@ -117,7 +116,6 @@ class TwoCalls:
 
         Args:
             cu_seqlens, prefix_sequences, prefix_lengths: See attention.py, SharedPrompts.
-            device: Device of the model.
             least_shared: Least mean number of prompt tokens that sequences continue.
         """
         spans = list(pairwise(cu_seqlens))
@@ -234,18 +232,13 @@ class PrefixAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TorchKernel:
-    """The reference: explicit products of one sequence after another, in the inputs' data type.
-
-    Args:
-        scale: Factor of the products.
-    """
+    """The reference: explicit products of one sequence after another, in the inputs' data type."""
 
     scale: float
 
     def forward(
         self, query_TNH: torch.Tensor, key_TGH: torch.Tensor, value_TGH: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `Kernel.forward`."""
         output_TNH = query_TNH.new_zeros(*query_TNH.shape[:2], value_TGH.size(-1))
         wide = torch.promote_types(query_TNH.dtype, torch.float32)
         lse_TN = query_TNH.new_zeros(query_TNH.shape[:2], dtype=wide)
@@ -268,7 +261,6 @@ class TorchKernel:
         lse_TN: torch.Tensor,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Implements `Kernel.backward`."""
         tensors = (query_TNH, key_TGH, value_TGH)
         grads = tuple(torch.zeros_like(one, dtype=lse_TN.dtype) for one in tensors)
         num_heads, num_kv = query_TNH.size(1), key_TGH.size(1)
@@ -317,7 +309,6 @@ class CudnnKernel:
     """cuDNN's fused attention, called through transformer-engine; bf16 on Hopper or later GPUs.
 
     Args:
-        scale: Factor of the products.
         is_deterministic: Whether the gradients must be the same bits every time.
     """
 
@@ -331,7 +322,6 @@ class CudnnKernel:
     def forward(
         self, query_TNH: torch.Tensor, key_TGH: torch.Tensor, value_TGH: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `Kernel.forward`."""
         bounds = call.boundaries
         output, (lse, rng_state, *_), *_ = self._te.fused_attn_fwd(
             True,
@@ -359,7 +349,6 @@ class CudnnKernel:
         lse_TN: torch.Tensor,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Implements `Kernel.backward`."""
         bounds = call.boundaries
         query, key, value, *_ = self._te.fused_attn_bwd(
             bounds.max_queries,
@@ -398,8 +387,6 @@ def gradient_fault(
 
     Args:
         kernel: Kernel to check, whose scale is 1 / sqrt(head_dim).
-        num_heads, num_kv_heads, head_dim: Sizes of the model's attention on this rank.
-        device: Device of the model.
 
     Returns:
         The first result that differs, and by how much; None if all agree.
@@ -443,7 +430,6 @@ def plain_attention(
     """Returns attention over shared prompts, (T, N, H), from one product of all positions.
 
     Args:
-        query_TNH, key_TGH, value_TGH: Packed tokens.
         cu_seqlens, prefix_sequences: Boundaries of the sequences, and for each, the whole sequence
             that it continues, or -1.
     """

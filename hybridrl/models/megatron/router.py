@@ -76,17 +76,14 @@ class Router(TopKRouter):
         """
 
     def clear(self) -> None:
-        """Resets the counts."""
         self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns each expert's weight (0 if it is not selected) and a mask of selected experts,
-        (T, E).
+        """Returns the experts' weights (0 if not selected) and a mask of the selected, (T, E).
 
         In training, this also counts tokens and attaches the losses to the weights.
 
         Args:
-            logits: (S, 1, E).
             padding_mask: (S, 1) bool, true at padding; None if there is no padding.
         """
         replay, predicts_T = None, None
@@ -98,9 +95,8 @@ class Router(TopKRouter):
         self.router_replay = replay
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
         self.router_replay = None
-        if not (
-            self.training and torch.is_grad_enabled()
-        ):  # without this check, recomputation would count twice
+        # Without this check, recomputation would count twice.
+        if not (self.training and torch.is_grad_enabled()):
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
         is_token_T = torch.ones_like(chosen_TE[:, 0])
@@ -185,8 +181,6 @@ def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> Non
 
     Args:
         chunks: This rank's chunks of a model whose routers have biases; frozen routers are skipped.
-        load: Sum of `load_of` over all ranks.
-        rate: Size of the change.
     """
     for router in routers(chunks):
         if not has_trained(router):
@@ -206,10 +200,6 @@ def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
 
 def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
     """Returns metrics about how evenly a model uses its experts.
-
-    Args:
-        load: Sum of `load_of` over all ranks.
-        experts_per_token: Number of experts selected for each token.
 
     Returns:
         `max_load`: number of tokens that the busiest expert in any layer received, as a multiple of

@@ -35,8 +35,6 @@ class RoutedExperts:
 
     Args:
         experts_SLK: Recorded experts at each position, for each layer with experts; uint8 or int16.
-        is_routed_S: Whether a position has a record.
-        predicts_S: Whether a position predicts a response token.
     """
 
     experts_SLK: Tensor
@@ -52,11 +50,7 @@ class RoutedExperts:
 
 
 class ExpertInputs(ExtraInputs):
-    """Provides recorded experts as model inputs.
-
-    Args:
-        shape: Sizes of the model, which has experts.
-    """
+    """Provides recorded experts as model inputs."""
 
     blobs = (ROUTED_EXPERTS,)
     needed_by = "algorithm.router_replay=rollout"
@@ -102,10 +96,6 @@ class Replay:
 
     Megatron's class (moe_utils.py, topk_routing_with_score_function, 0.16.1) keeps one list per
     process, which would mix up the routers of several models.
-
-    Args:
-        experts_TK: Recorded experts for this rank's tokens.
-        is_routed_T: Whether a token has a record.
     """
 
     def __init__(self, experts_TK: Tensor, is_routed_T: Tensor) -> None:
@@ -164,7 +154,6 @@ class ReplayingLayer(TransformerLayer):
     """Megatron's layer, extended to pass the micro-batch's recorded experts to its router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output of Megatron's layer."""
         packed: Any = kwargs.get("packed_seq_params")
         self.mlp.router.routed = None if packed is None else RoutedExperts.of(packed.model_inputs)
         return super().forward(*args, **kwargs)
@@ -176,7 +165,6 @@ def replay_of(
     """Returns a layer's recorded experts for this rank's tokens, and a mask of predicting tokens.
 
     Args:
-        routed: Recorded experts of the micro-batch.
         num_tokens: Number of this rank's tokens; with sequence parallelism, its shard of the
             positions.
         layer: Index among the layers with experts, starting at 0.
@@ -211,7 +199,6 @@ def replay_metrics(counts: Tensor, shape: ModelShape) -> dict[str, float]:
 
     Args:
         counts: (L, COUNTS), with columns as in `Counted`, summed over all ranks; one row per layer.
-        shape: Sizes of the model, which has experts.
 
     Returns:
         `replayed_share`: over all layers with experts and all positions that predict response

@@ -22,14 +22,7 @@ from hybridrl.models.weights import RankLayout
 def shareable(
     own: RankLayout, other: RankLayout, trained: Collection[str], frozen: Collection[str]
 ) -> frozenset[str]:
-    """Returns the local names of parameters that a model can take from another model.
-
-    Args:
-        own: This rank's layout of the model, without adapters.
-        other: This rank's layout of the other model, without adapters.
-        trained: Local names of the model's trained parameters.
-        frozen: Local names of the other model's frozen parameters.
-    """
+    """Returns the local names of parameters that a model can take from another model."""
     regions = _regions(own), _regions(other)
     return frozenset(
         name
@@ -85,10 +78,7 @@ def take_weights(
     """Replaces parameters by those of another model; other parameters without memory become zero.
 
     Args:
-        chunks: This rank's modules of the model.
-        others: This rank's modules of the other model.
         names: Local names of the parameters to replace, from `shareable`.
-        device: Device of the parameters.
     """
     shared: Mapping[str, torch.nn.Parameter] = named_parameters(others)
     for local, parameter in named_parameters(chunks).items():

@@ -34,7 +34,6 @@ def with_module(part: Any, module: type) -> Any:
     """Returns a copy of a part with a different class and the same submodules.
 
     Args:
-        part: Part of a Megatron layer spec.
         module: Subclass of the part's class.
     """
     if isinstance(part, ModuleSpec):

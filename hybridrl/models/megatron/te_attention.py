@@ -92,13 +92,7 @@ class ChosenCalls:
 
 
 def choose_calls(shape: ModelShape, tp: int, cp: int, device: torch.device) -> ChosenCalls:
-    """Checks two calls on this device, if the model can use them.
-
-    Args:
-        shape: Sizes of the model, whose layers are transformer-engine's.
-        tp, cp: Tensor- and context-parallel size.
-        device: Device of the model.
-    """
+    """Checks two calls on this device, if the model can use them."""
     if not reads_in_place(shape, cp):
         return ChosenCalls(False)
     sizes = shape.num_heads // tp, max(shape.num_kv_heads // tp, 1), shape.head_dim
@@ -128,7 +122,6 @@ def set_prefix_kernel(chunks: Iterable[torch.nn.Module], uses_two: bool = True) 
     """Makes all layers attend to long shared prompts in two calls.
 
     Args:
-        chunks: Modules with transformer-engine's layers.
         uses_two: If false, keys are copied again.
     """
     for chunk in chunks:
