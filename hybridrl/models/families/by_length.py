@@ -35,11 +35,9 @@ ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
 
 
 def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
-    """Returns a config.json with one set of rotary frequencies for all sequences of up to `longest`
-    tokens.
+    """Returns a config.json with one set of rotary frequencies for sequences up to `longest`.
 
     Args:
-        hf_config: Contents of config.json, which the family has already checked.
         longest: Length of the run's longest sequence. May be None if rotary frequencies never
             depend on the sequence length.
 

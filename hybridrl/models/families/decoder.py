@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hybridrl.models.families.experts import ExpertNames, expert_rows
 from hybridrl.models.families.reading import flag, not_a, number, refusal, require, size
 from hybridrl.models.families.rotary import KINDS, read_rotary, rope_keywords
 from hybridrl.models.family import (
@@ -44,7 +45,6 @@ def decoder_shape(
     """Reads the sizes of a llama-shaped decoder; see ModelShape for the arguments not listed here.
 
     Args:
-        hf_config: Contents of config.json.
         default_head_dim: Head size if config.json does not set `head_dim`. If None, the hidden size
             divided by the number of heads.
         default_kv_heads: Number of key-value heads if config.json does not set it. If None, one per
@@ -108,7 +108,6 @@ def decoder_config(
     """Returns the arguments of Megatron's TransformerConfig that the model determines.
 
     Args:
-        hf_config: Contents of config.json.
         shape: Sizes of the model. If there is a window, it applies to all layers unless the family
             overrides that.
         scale: Factor that scales products of queries and keys; by default 1 / sqrt(head size).
@@ -171,13 +170,7 @@ def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
 def decoder_rows(
     shape: ModelShape, moe: Sequence[Row] = (), attention: Sequence[Row] | None = None
 ) -> tuple[Row, ...]:
-    """Returns the weight table of a llama-shaped decoder.
-
-    Args:
-        shape: Sizes and options of the model.
-        moe: Weight rows of the mixtures of experts.
-        attention: Weight rows of attention; by default, the rows of grouped-query attention.
-    """
+    """Returns the weight table of a llama-shaped decoder."""
     hidden, vocabulary = shape.hidden_size, ((shape.vocab_size, shape.hidden_size),)
     final_norm = "decoder.final_layernorm.weight"
     rows = [
@@ -204,7 +197,6 @@ def fused(rows: Iterable[Row], tensors: Mapping[str, str]) -> tuple[Row, ...]:
     """Replaces several HF tensors by one fused tensor in some rows.
 
     Args:
-        rows: Rows of a weight table.
         tensors: For each kind of row to change, the fused tensor's name relative to the layer.
     """
 
@@ -222,6 +214,7 @@ def decoder_family(
     config_keys: Collection[str],
     *,
     rows: Callable[[ModelShape], tuple[Row, ...]] = decoder_rows,
+    experts: ExpertNames | None = None,
     keywords: Callable[[HfConfig, ModelShape], dict[str, Any]] = lambda hf_config, shape: {},
     defaults: Mapping[str, Any] | None = None,
     ropes: tuple[str, ...] = KINDS,
@@ -234,6 +227,7 @@ def decoder_family(
     Args:
         name, architecture, shape, rows, is_served_fused: See `Family`.
         config_keys: Keys of config.json that the family handles in addition to DECODER_KEYS.
+        experts: Names of the experts' tensors, whose rows `rows` does not contain; None if it does.
         keywords: Function that returns arguments of TransformerConfig in addition to those from
             `decoder_config`.
         defaults: Values for keys that config.json does not contain.
@@ -255,7 +249,7 @@ def decoder_family(
         lambda hf_config: shape(whole(hf_config)),
         transformer_config,
         lambda hf_config: rope_keywords(whole(hf_config), ropes, rotary_share),
-        rows,
+        rows if experts is None else lambda shape: decoder_rows(shape, expert_rows(shape, experts)),
         config_keys=DECODER_KEYS | frozenset(config_keys),
         is_served_fused=is_served_fused,
     )

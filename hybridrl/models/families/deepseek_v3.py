@@ -82,7 +82,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of MLATransformerConfig."""
     sizes = shape(hf_config)
     assert sizes.moe is not None  # every model in this family has experts
     routing = read_biased_routing(hf_config, sizes.moe, groups=8, kept=4, scale=2.5)
@@ -91,7 +90,6 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     return decoder_rows(shape, expert_rows(shape, NAMES), latent_rows(shape))
 
 
@@ -115,7 +113,6 @@ FAMILY = Family(
         "n_routed_experts",
         "n_shared_experts",
         "norm_topk_prob",
-        "num_local_experts",
         "routed_scaling_factor",
         "topk_group",
     },

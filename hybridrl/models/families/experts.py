@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.models.families.reading import number, refusal, require, size
+from hybridrl.models.families.reading import flag, number, refusal, require, size
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind
 
 Shapes = tuple[tuple[int, ...], ...]
 
 # transformers trains with `router_aux_loss_coef` if `output_router_logits` is set; hybridrl uses
 # `train.moe` instead.
-EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
+EXPERT_KEYS = frozenset({"num_experts_per_tok", "num_local_experts", "router_aux_loss_coef"})
 
 # A group's score is the sum of its best BEST_OF_GROUP scores. Megatron-Core 0.16.1 uses (experts
 # per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so this quotient
@@ -28,8 +28,7 @@ BEST_OF_GROUP = 2
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's HF tensors within a layer, without `.weight`; `{E}` is the expert's
-    index.
+    """Names of a mixture's HF tensors in a layer, without `.weight`; `{E}` is the expert.
 
     Args:
         bias: Complete name of the router's bias; "" if there is none.
@@ -71,8 +70,6 @@ def read_biased_routing(
     """Reads the routing of a model whose routers have a bias.
 
     Args:
-        hf_config: Contents of config.json.
-        moe: Sizes of the experts.
         groups, kept, scale: The architecture's defaults for `n_group`, `topk_group` and
             `routed_scaling_factor`.
     """
@@ -123,9 +120,7 @@ def leading_dense_layers(hf_config: HfConfig, num_layers: int, default: int) -> 
 
 
 def listed_dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
-    """Reads the dense layers: those in `mlp_only_layers`, and all but every nth layer, where n is
-    `decoder_sparse_step`.
-    """
+    """Reads the dense layers: `mlp_only_layers`, and all but every `decoder_sparse_step`th one."""
     named = hf_config.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list | tuple) or not all(type(one) is int for one in named):
@@ -144,7 +139,6 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
     """Returns the arguments of Megatron's TransformerConfig that the mixtures determine.
 
     Args:
-        shape: Sizes of the model, which has experts.
         renormalized: Whether the weights of a token's experts add up to 1. This equals a softmax
             over only the selected experts.
 
@@ -172,6 +166,16 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
         "moe_shared_expert_gate": moe.has_shared_gate,
     }
+
+
+def renormalized_config(_: HfConfig, shape: ModelShape) -> dict[str, Any]:
+    """Returns `expert_config` if the weights of a token's experts always add up to 1."""
+    return expert_config(shape, renormalized=True)
+
+
+def configured_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
+    """Returns `expert_config` if `norm_topk_prob` says whether these weights add up to 1."""
+    return expert_config(shape, renormalized=flag(hf_config, "norm_topk_prob"))
 
 
 def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
     """Reads the sizes of a Gemma 2 or 3 model.
 
     Args:
-        hf_config: Contents of config.json, with the family's defaults.
         every: Interval between layers without a window; ignored if `layer_types` is set.
-        **own: Arguments of `decoder_shape`.
     """
     require(hf_config, "hidden_activation", GELU, (GELU,))
     require(hf_config, "hidden_act", GELU, (GELU,))  # no known program reads this key
@@ -105,9 +103,8 @@ def gemma_config(hf_config: HfConfig, shape: ModelShape, every: int) -> dict[str
     keywords = decoder_config(plain, shape, scalar**-0.5)
     if shape.window is not None:
         windowed = [int(kind == WINDOWED) for kind in layer_kinds(hf_config, every)]
-        keywords["window_attn_skip_freq"] = (
-            windowed  # despite its name, 1 means that the layer has a window
-        )
+        # Despite its name, 1 means that the layer has a window.
+        keywords["window_attn_skip_freq"] = windowed
     return keywords
 
 
@@ -117,7 +114,6 @@ def embedding_scale(hf_config: HfConfig) -> Scales:
 
 
 def gemma_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     named = {f"{LOCAL}{local}.weight": (f"{HF}{hf}.weight",) for local, hf in NORMS.items()}
     plain = [
         replace(row, parts=named.pop(row.megatron)) if row.megatron in named else row
@@ -139,12 +135,10 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
     return gemma_config(filled(hf_config, CAPS), shape(hf_config), EVERY)
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of GPTModel for positions, and the factor of the embeddings."""
     whole = {"max_position_embeddings": 8192, **hf_config}
     return rope_keywords(whole, ROPES) | {"scales": embedding_scale(hf_config)}
 

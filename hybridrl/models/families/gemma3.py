@@ -25,7 +25,6 @@ from hybridrl.models.families.reading import number, refusal, require, size
 from hybridrl.models.families.rotary import read_rotary, rope_keywords, rope_parameters
 from hybridrl.models.family import Family, HfConfig, ModelShape
 
-NO_DEFAULTS: Mapping[str, Any] = {}
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4  # transformers' Gemma3TextConfig
 PATTERN = "sliding_window_pattern"
 
@@ -40,17 +39,15 @@ def shape(hf_config: HfConfig) -> ModelShape:
     # transformers and engines ignore this cap.
     require(hf_config, "attn_logit_softcapping", None, (None,))
     require(hf_config, "use_bidirectional_attention", False, (False,))
-    return gemma_shape(filled(hf_config, NO_DEFAULTS), _every(hf_config), qk_norm=True)
+    return gemma_shape(filled(hf_config, {}), _every(hf_config), qk_norm=True)
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
-    whole = filled(hf_config, NO_DEFAULTS)
+    whole = filled(hf_config, {})
     return gemma_config(whole, shape(hf_config), _every(hf_config))
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of GPTModel for global and local positions, and the embedding factor."""
     global_config, local_config = _both_ropes(hf_config)
     keywords = rope_keywords(global_config, ROPES)
     keywords["rotary"] = replace(keywords["rotary"], local=read_rotary(local_config, ROPES))

@@ -33,7 +33,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     after = (norm_row(local, hf, shape.hidden_size) for local, hf in AFTER.items())
     return (*fused(decoder_rows(shape), FUSED), *after)
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
     biased_config,
     expert_config,
-    expert_rows,
     experts_per_token,
     leading_dense_layers,
     read_biased_routing,
     read_num_experts,
 )
 from hybridrl.models.families.reading import flag, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape
 
 EXPERT, SHARED = "mlp.experts.{E}.", "mlp.shared_experts."
 NAMES = ExpertNames(
@@ -41,7 +40,6 @@ KEYS = frozenset(
         "n_routed_experts",
         "n_shared_experts",
         "norm_topk_prob",
-        "num_local_experts",
         "num_mtp_layers",
         "num_nextn_predict_layers",
         "routed_scaling_factor",
@@ -78,17 +76,12 @@ def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     return expert_config(shape, renormalized=True) | biased_config(shape, routing)
 
 
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
-    return decoder_rows(shape, expert_rows(shape, NAMES))
-
-
 FAMILY = decoder_family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     shape,
     EXPERT_KEYS | KEYS,
-    rows=rows,
+    experts=NAMES,
     keywords=_keywords,
     defaults={"rms_norm_eps": 1e-5},  # transformers' Glm4MoeConfig
     # YaRN is not supported, because its magnitude would apply only to the rotated part of a head.

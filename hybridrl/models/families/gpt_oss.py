@@ -53,7 +53,6 @@ KEYS = frozenset(
         "attention_bias",
         "experts_per_token",
         "initial_context_length",
-        "num_local_experts",
         "sliding_window",
         "swiglu_alpha",
         "swiglu_limit",
@@ -116,7 +115,6 @@ def _rotary(config: HfConfig) -> Rotary:
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
     config = _filled(hf_config)
     sizes = shape(config)
     windowed = [int(layer % 2 == 0) for layer in range(sizes.num_layers)]
@@ -134,7 +132,6 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of GPTModel for positions."""
     config = _filled(hf_config)
     return {
         "position_embedding_type": "rope",
@@ -145,7 +142,6 @@ def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     moe, hidden = shape.moe, shape.hidden_size
     assert moe is not None
     num_experts, width = moe.num_experts, moe.expert_ffn_size

@@ -24,14 +24,12 @@ def _multiplier(hf_config: HfConfig, key: str) -> float:
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
     number(hf_config, "attention_dropout", 0, 0, 1)
     scale = _multiplier(hf_config, "attention_multiplier")
     return decoder_config(hf_config, shape(hf_config), scale)
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of GPTModel for positions, and the constant factors."""
     scales = Scales(
         _multiplier(hf_config, "embedding_multiplier"),
         _multiplier(hf_config, "residual_multiplier"),

@@ -82,7 +82,6 @@ def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 def latent_rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns arguments of GPTModel for positions."""
     return rope_keywords(hf_config, LATENT_ROPES)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
-    expert_config,
-    expert_rows,
     experts_per_token,
+    renormalized_config,
 )
 from hybridrl.models.families.reading import require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape
 
 EXPERT = "block_sparse_moe.experts.{E}."
 NAMES = ExpertNames("block_sparse_moe.gate", f"{EXPERT}w1", f"{EXPERT}w3", f"{EXPERT}w2")
@@ -30,21 +27,12 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return decoder_shape(hf_config, default_kv_heads=8, moe=moe)
 
 
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=True)
-
-
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
-    return decoder_rows(shape, expert_rows(shape, NAMES))
-
-
 FAMILY = decoder_family(
     "mixtral",
     "MixtralForCausalLM",
     shape,
-    EXPERT_KEYS | {"num_local_experts", "router_jitter_noise", "sliding_window"},
-    rows=rows,
-    keywords=_keywords,
+    EXPERT_KEYS | {"router_jitter_noise", "sliding_window"},
+    experts=NAMES,
+    keywords=renormalized_config,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},  # transformers' MixtralConfig
 )

@@ -26,7 +26,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     hidden = shape.hidden_size
     return (
         *(row for row in decoder_rows(shape) if row.megatron not in BEFORE),

@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
     expert_config,
-    expert_rows,
     experts_per_token,
     read_num_experts,
 )
 from hybridrl.models.families.reading import require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape
 
 EXPERT = "mlp.experts.{E}."
 NAMES = ExpertNames("mlp.gate", f"{EXPERT}gate_proj", f"{EXPERT}up_proj", f"{EXPERT}down_proj")
@@ -43,17 +42,12 @@ def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     return expert_config(shape, renormalized=False)
 
 
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
-    return decoder_rows(shape, expert_rows(shape, NAMES))
-
-
 FAMILY = decoder_family(
     "olmoe",
     "OlmoeForCausalLM",
     shape,
-    EXPERT_KEYS | {"attention_bias", "norm_topk_prob", "num_experts", "num_local_experts"},
-    rows=rows,
+    EXPERT_KEYS | {"attention_bias", "norm_topk_prob", "num_experts"},
+    experts=NAMES,
     keywords=_keywords,
     defaults={"rms_norm_eps": EPSILON},  # transformers' OlmoeConfig
 )

@@ -33,9 +33,8 @@ def shape(hf_config: HfConfig) -> ModelShape:
     window has no effect, because longer sequences are rejected.
     """
     sizes = windowed_shape(hf_config)
-    is_long = sizes.window is not None and sizes.window >= size(
-        hf_config, "max_position_embeddings"
-    )
+    longest = size(hf_config, "max_position_embeddings")
+    is_long = sizes.window is not None and sizes.window >= longest
     if is_long and rope_kind(rope_parameters(hf_config)[0]) == "longrope":
         return replace(sizes, window=None)
     return sizes
@@ -48,7 +47,6 @@ def _no_dropout(hf_config: HfConfig, _: ModelShape) -> dict[str, Any]:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     return fused(decoder_rows(shape), FUSED)
 
 

@@ -4,20 +4,17 @@ expert whose output a gate multiplies.
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
-    expert_config,
-    expert_rows,
+    configured_config,
     experts_per_token,
     listed_dense_layers,
     read_num_experts,
 )
-from hybridrl.models.families.reading import flag, require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.families.reading import require, size
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 EXPERT, SHARED = "mlp.experts.{E}.", "mlp.shared_expert."
@@ -37,7 +34,6 @@ KEYS = frozenset(
         "moe_intermediate_size",
         "norm_topk_prob",
         "num_experts",
-        "num_local_experts",
         "qkv_bias",
         "shared_expert_intermediate_size",
         *WINDOW_KEYS,
@@ -63,20 +59,11 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return decoder_shape(hf_config, qkv_bias=True, default_kv_heads=16, moe=moe)
 
 
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=flag(hf_config, "norm_topk_prob"))
-
-
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
-    return decoder_rows(shape, expert_rows(shape, NAMES))
-
-
 FAMILY = decoder_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     shape,
     EXPERT_KEYS | KEYS,
-    rows=rows,
-    keywords=_keywords,
+    experts=NAMES,
+    keywords=configured_config,
 )

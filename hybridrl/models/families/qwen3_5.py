@@ -63,12 +63,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def hybrid_shape(hf_config: HfConfig, moe: MoeShape | None = None) -> ModelShape:
-    """Reads the sizes of a model with gated delta nets and gated attention.
-
-    Args:
-        hf_config: Contents of config.json, with the architecture's defaults.
-        moe: Sizes of the experts, if any.
-    """
+    """Reads the sizes of a model with gated delta nets and gated attention."""
     require(hf_config, "attention_bias", False, (False,))
     require(hf_config, "attn_output_gate", True, (True,))
     # Engines keep states in this type.
@@ -116,7 +111,6 @@ def delta_rows(shape: ModelShape, is_grouped: bool = False) -> list[Row]:
     """Returns the weight rows of the gated delta nets.
 
     Args:
-        shape: Sizes of the model.
         is_grouped: Whether the checkpoint has two projections whose rows are grouped by key heads,
             as in Qwen3-Next, instead of one projection for each kind of output.
     """
@@ -178,7 +172,6 @@ def delta_rows(shape: ModelShape, is_grouped: bool = False) -> list[Row]:
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     own = (*decoder_rows(shape), *delta_rows(shape))
     if not shape.has_mtp:
         return own

@@ -4,16 +4,14 @@ feed-forward layer is a mixture with a shared expert, whose output a gate multip
 
 from __future__ import annotations
 
-from typing import Any
-
 from hybridrl.models.families import qwen2_moe, qwen3_5
 from hybridrl.models.families.decoder import decoder_family, decoder_rows
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
-    expert_config,
     expert_rows,
     experts_per_token,
     read_num_experts,
+    renormalized_config,
 )
 from hybridrl.models.families.reading import require, size
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
@@ -25,7 +23,6 @@ KEYS = frozenset(
         "moe_intermediate_size",
         "norm_topk_prob",
         "num_experts",
-        "num_local_experts",
         "shared_expert_intermediate_size",
     }
 )
@@ -44,10 +41,8 @@ def experts_of(
     """Reads the sizes of the experts.
 
     Args:
-        hf_config: Contents of config.json.
         num_experts, chosen: The architecture's defaults for the number of experts, and of experts
             per token.
-        dense_layers: See `MoeShape`.
     """
     num_experts = read_num_experts(hf_config, "num_experts", num_experts)
     return MoeShape(
@@ -60,12 +55,7 @@ def experts_of(
     )
 
 
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=True)
-
-
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     experts = expert_rows(shape, qwen2_moe.NAMES)
     return (*decoder_rows(shape, experts), *qwen3_5.delta_rows(shape))
 
@@ -76,7 +66,7 @@ FAMILY = decoder_family(
     shape,
     qwen3_5.KEYS | EXPERT_KEYS | KEYS,
     rows=rows,
-    keywords=_keywords,
+    keywords=renormalized_config,
     defaults=DEFAULTS,
     rotary_share=0.25,
     prepare=qwen3_5.plain_positions,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
     ExpertNames,
-    expert_config,
-    expert_rows,
+    configured_config,
     experts_per_token,
     listed_dense_layers,
     read_num_experts,
 )
-from hybridrl.models.families.reading import flag, require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.families.reading import require, size
+from hybridrl.models.family import HfConfig, ModelShape, MoeShape
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 EXPERT = "mlp.experts.{E}."
@@ -29,7 +26,6 @@ KEYS = frozenset(
         "moe_intermediate_size",
         "norm_topk_prob",
         "num_experts",
-        "num_local_experts",
         *WINDOW_KEYS,
     }
 )
@@ -50,20 +46,11 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return decoder_shape(hf_config, qk_norm=True, default_kv_heads=4, moe=moe)
 
 
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=flag(hf_config, "norm_topk_prob"))
-
-
-def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
-    return decoder_rows(shape, expert_rows(shape, NAMES))
-
-
 FAMILY = decoder_family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     shape,
     EXPERT_KEYS | KEYS,
-    rows=rows,
-    keywords=_keywords,
+    experts=NAMES,
+    keywords=configured_config,
 )

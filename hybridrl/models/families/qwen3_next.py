@@ -7,17 +7,15 @@ Engines keep this order; the trainer has Qwen3.5's.
 
 from __future__ import annotations
 
-from typing import Any
-
 from hybridrl.models.families import qwen2_moe, qwen3_5, qwen3_5_moe
 from hybridrl.models.families.decoder import decoder_family, decoder_rows
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
-    expert_config,
+    configured_config,
     expert_rows,
     listed_dense_layers,
 )
-from hybridrl.models.families.reading import flag, size
+from hybridrl.models.families.reading import size
 from hybridrl.models.family import HfConfig, ModelShape, Row
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
@@ -38,12 +36,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return qwen3_5.hybrid_shape(hf_config, moe=experts)
 
 
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=flag(hf_config, "norm_topk_prob"))
-
-
 def rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight table."""
     experts = expert_rows(shape, qwen2_moe.NAMES)
     return (*decoder_rows(shape, experts), *qwen3_5.delta_rows(shape, is_grouped=True))
 
@@ -54,7 +47,7 @@ FAMILY = decoder_family(
     shape,
     qwen3_5.KEYS | EXPERT_KEYS | KEYS,
     rows=rows,
-    keywords=_keywords,
+    keywords=configured_config,
     defaults=DEFAULTS,
     rotary_share=0.25,
 )

@@ -61,13 +61,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def with_tower(hf_config: HfConfig, sizes: ModelShape, kind: str) -> ModelShape:
-    """Adds the vision tower to the sizes of a decoder.
-
-    Args:
-        hf_config: Contents of config.json.
-        sizes: Sizes of the decoder.
-        kind: See `VisionShape`.
-    """
+    """Adds the vision tower to the sizes of a decoder."""
     whole = wrapper_of(hf_config)
     config = vision_config(whole, VISION_DEFAULTS, ("hidden_act", "rope_parameters"))
     key = "deepstack_visual_indexes"

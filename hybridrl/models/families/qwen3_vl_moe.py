@@ -6,17 +6,15 @@ Files store the experts of a layer as one tensor of transposed matrices (models/
 
 from __future__ import annotations
 
-from typing import Any
-
 from hybridrl.models.families import qwen3_moe, qwen3_vl
 from hybridrl.models.families.decoder import decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
-    expert_config,
     expert_rows,
     experts_per_token,
     listed_dense_layers,
     read_num_experts,
+    renormalized_config,
 )
 from hybridrl.models.families.reading import require, size
 from hybridrl.models.families.with_images import family_with_images
@@ -47,10 +45,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return qwen3_vl.with_tower(hf_config, sizes, "qwen3_vl_moe")
 
 
-def _keywords(_: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=True)
-
-
 def _rows(shape: ModelShape) -> tuple[Row, ...]:
     return expert_rows(shape, qwen3_moe.NAMES)
 
@@ -64,5 +58,5 @@ FAMILY = family_with_images(
     do_sections_alternate=True,
     config_keys=EXPERT_KEYS | qwen3_moe.KEYS,
     expert_rows=_rows,
-    keywords=_keywords,
+    keywords=renormalized_config,
 )

@@ -67,7 +67,6 @@ def read_rotary(
     """Reads `rope_parameters` (transformers 5), or the older `rope_theta` and `rope_scaling`.
 
     Args:
-        hf_config: Contents of config.json.
         kinds: Kinds of scaling that the family supports.
         default_share: Share of each head that rotates if the config does not set it. If None, whole
             heads rotate, and other shares are rejected.

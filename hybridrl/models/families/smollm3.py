@@ -14,9 +14,7 @@ from hybridrl.models.hf.config_keys import WINDOW_KEYS
 def _without_positions(hf_config: HfConfig, shape: ModelShape) -> list[int]:
     """Returns Megatron's `no_rope_freq`: 1 for layers without rotary positions, 0 for others."""
     every = size(hf_config, "no_rope_layer_interval", 4)
-    has_rope = hf_config.get(
-        "no_rope_layers"
-    )  # despite its name, 1 means that a layer uses positions
+    has_rope = hf_config.get("no_rope_layers")  # despite its name, 1 means that it has positions
     if has_rope is None:
         return [int((layer + 1) % every == 0) for layer in range(shape.num_layers)]
     is_list = isinstance(has_rope, list | tuple) and all(

@@ -45,8 +45,6 @@ def vision_config(
     """Returns the tower's part of config.json, with the defaults of absent keys.
 
     Args:
-        whole: Content of config.json.
-        defaults: Defaults of all keys.
         fixed: Keys that must have their defaults.
 
     Raises:
@@ -66,7 +64,6 @@ def vision_config(
 
 
 def vision_size(config: Mapping[str, Any], key: str) -> int:
-    """Reads a size of the tower."""
     return size(config, key, prefix=f"{VISION}.")
 
 
@@ -88,14 +85,6 @@ def vision_shape(
     **more: int,
 ) -> VisionShape:
     """Returns the sizes of a tower.
-
-    Args:
-        kind: See `VisionShape`.
-        whole: Content of config.json.
-        config: The tower's part, from `vision_config`.
-        tensors: Shape of each of the tower's tensors.
-        text: Sizes of the decoder.
-        **more: Further fields of `VisionShape`.
 
     Raises:
         ModelError: The tower and the decoder do not fit, or a token is not in the vocabulary.
