@@ -44,9 +44,7 @@ def convolve(
     channels, weights and `before`.
 
     Args:
-        channels_TC: Packed tokens; rows may be strided.
         weight_CK: Kernel of each channel; the last weight is for the current token.
-        spans: Places of the tokens.
         before_NPC: P = K - 1 tokens before each sequence; None for zeros.
     """
     found: torch.Tensor = _Convolution.apply(channels_TC, weight_CK, spans, before_NPC)

@@ -69,7 +69,6 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls that one `run()` makes."""
         return int(self._count.value > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
@@ -109,12 +108,7 @@ class BlockCopies:
 
 
 class CompiledBlockCopies:
-    """Like `BlockCopies`, but calls csrc/block_copies.cpp.
-
-    Args:
-        pairs: See `BlockCopies`.
-        queue_blocks: The compiled operation.
-    """
+    """Like `BlockCopies`, but calls csrc/block_copies.cpp."""
 
     def __init__(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], queue_blocks: Any
@@ -123,7 +117,6 @@ class CompiledBlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls that one `run()` makes."""
         return int(self._table.size(1) > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:

@@ -69,8 +69,6 @@ def delta_rule(
         key_THK: Keys of length 1, in the type of the queries, as the values.
         value_TGV: Values; G is a multiple of H.
         decay_TG: Logarithm of the decay, fp32.
-        beta_TG: Step size, fp32.
-        chunks: Chunks of the sequences.
         state_NGKV: State before each sequence, fp32; None for zeros.
 
     Returns:
@@ -226,12 +224,7 @@ class _Pass:
     def gradients(
         self, grad_TGV: torch.Tensor, grad_final: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the gradients of queries, keys, values, decays, step sizes and states.
-
-        Args:
-            grad_TGV: Gradient of the outputs.
-            grad_final: Gradient of the states after the sequences.
-        """
+        """Returns the gradients of queries, keys, values, decays, step sizes and states."""
         of_written, of_states, of_initial = self._of_states(grad_TGV, grad_final)
         sizes, blocks = self.sizes(), self.blocks()
         kept_CG = self.total_TG.new_empty(self.num_chunks, self.groups)

@@ -65,7 +65,6 @@ def rms_norm_backward(
     """Returns the gradients of the rows and of the weight, in their types.
 
     Args:
-        grad: Gradient of the normalized rows.
         inverse: Second result of `rms_norm`.
     """
     unit, wide = x.float() * inverse, grad.float()

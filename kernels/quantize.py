@@ -84,7 +84,6 @@ class BlockMaxima(_Launches):
         super().__init__([(one, None) for one in tiles], device, block)
 
     def run(self) -> None:
-        """Updates all maxima, on the current stream."""
         for table, kind in self._tables:
             _block_maxima[(len(table),)](
                 table,
@@ -122,7 +121,6 @@ class QuantizedCopies(_Launches):
         )
 
     def run(self) -> None:
-        """Quantizes everything, on the current stream."""
         for table, kind in self._tables:
             grid = min(len(table), self._programs or len(table))
             turns = -(-len(table) // grid)

@@ -94,16 +94,13 @@ class RectangleCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches."""
         return len(self._launches)
 
     @property
     def table_bytes(self) -> int:
-        """Device memory that the tables occupy, in bytes."""
         return sum(table.nbytes for table, _ in self._launches)
 
     def run(self) -> None:
-        """Runs all copies on the current stream."""
         for number, (table, kind) in enumerate(self._launches):
             self._compiled[number] = self._launch(table, kind, self._compiled[number])
 

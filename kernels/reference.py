@@ -52,13 +52,10 @@ def vocab_stats(
 ) -> VocabStats:
     """Computes the softmax statistics of one vocabulary shard without storing all of its logits.
 
-    Args:
-        hidden_TD: Last hidden states.
-        weight_VD: This shard's output weights, without padding.
-        target_T: Column of the target token in this shard, int64; -1 if it is in another shard.
-        temperature: Divisor of the logits.
-        cap: Soft cap c: logits are c tanh(product / c), then divided by the temperature. 0 for no
-            cap.
+    target_T: Column of the target token in this shard, int64; -1 if it is in another shard.
+    temperature: Divisor of the logits.
+    cap: Soft cap c: logits are c tanh(product / c), then divided by the temperature. 0 for no
+        cap.
     """
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
@@ -170,11 +167,6 @@ def vocab_top(
     Logits are computed in the tensors' type. No cap is applied, because a cap would not change the
     order. If logits are equal, any of their columns may be chosen.
 
-    Args:
-        hidden_TD: Last hidden states.
-        weight_VD: This shard's output weights, without padding.
-        count: Number of logits to find per token.
-
     Returns:
         Logits (fp32) and columns in this shard (int64), each of shape (T, count). If the shard has
         fewer than `count` columns, missing entries are LOWEST and -1.
@@ -269,11 +261,7 @@ def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterato
 
 
 class BlockCopies:
-    """A fixed list of copies of contiguous blocks.
-
-    Args:
-        pairs: (source, destination) views.
-    """
+    """A fixed list of copies of contiguous blocks."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = [(source.flatten(), dest.view(-1)) for source, dest in pairs]
@@ -294,7 +282,6 @@ class RectangleCopies:
 
     Args:
         pairs: (source, destination) views of equal shapes; destinations do not overlap.
-        device, lanes, programs: Ignored.
     """
 
     num_launches = 0
@@ -310,7 +297,6 @@ class RectangleCopies:
         self._pairs = list(pairs)
 
     def run(self) -> None:
-        """Runs all copies."""
         for source, dest in self._pairs:
             dest.copy_(source)
 
@@ -338,8 +324,6 @@ class BlockMaxima:
 
     Args:
         tiles: Rectangles; their scales contain maxima, as the bits of fp32 numbers.
-        device: Ignored.
-        block: Rows and columns of a block.
     """
 
     num_launches = 0
@@ -349,7 +333,6 @@ class BlockMaxima:
         self._tiles, self._block = list(tiles), block
 
     def run(self) -> None:
-        """Updates all maxima."""
         for weight, scales, row, column in self._tiles:
             size, (rows, columns) = self._block, weight.shape
             padding = column, -(column + columns) % size, row, -(row + rows) % size
@@ -365,9 +348,6 @@ def power_of_two_scales(maxima: torch.Tensor) -> torch.Tensor:
     that is not finite.
 
     The scale is computed from bits, so that it is the same on all devices.
-
-    Args:
-        maxima: Largest magnitudes of the blocks, fp32.
     """
     bits = maxima.view(torch.int32)
     exponents, fractions = bits >> 23, bits & 0x7FFFFF
@@ -378,12 +358,7 @@ def power_of_two_scales(maxima: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_blocks(tiles: Tiles, block: int = BLOCK) -> torch.Tensor:
-    """Returns the bits of weight / scale in float8_e4m3fn, rounded to nearest even, as uint8.
-
-    Args:
-        tiles: Rectangle of a weight, with the scales of its blocks.
-        block: Rows and columns of a block.
-    """
+    """Returns the bits of weight / scale in float8_e4m3fn, rounded to nearest even, as uint8."""
     weight, scales, row, column = tiles
     rows, columns = weight.shape
     wide = scales.repeat_interleave(block, 0)[row : row + rows]
@@ -399,7 +374,6 @@ def fp8_product(
     Args:
         weight_NK: float8_e4m3fn; W is its product with the scales.
         scales: Powers of two, fp32, one for each block of weights.
-        block: Rows and columns of a block.
     """
     outputs, inputs = weight_NK.shape
     wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:outputs, :inputs]
@@ -411,8 +385,6 @@ class QuantizedCopies:
 
     Args:
         pairs: Rectangles of weights with their scales, and destinations of equal shapes, uint8.
-        device, programs: Ignored.
-        block: Rows and columns of a block.
     """
 
     num_launches = 0
@@ -428,7 +400,6 @@ class QuantizedCopies:
         self._pairs, self._block = list(pairs), block
 
     def run(self) -> None:
-        """Quantizes everything."""
         for tiles, dest in self._pairs:
             dest.copy_(quantize_blocks(tiles, self._block))
 

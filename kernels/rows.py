@@ -75,7 +75,6 @@ def rms_norm_backward(
     """Returns the gradients of the rows and of the weight, in their types; summed in fp32.
 
     Args:
-        grad: Gradient of the normalized rows.
         inverse: Second result of `rms_norm`.
     """
     size = x.size(-1)
