@@ -221,7 +221,6 @@ class HybridEngine:
         return PeerTransport(*ends, self._peer_memory)
 
     def _written(self) -> Mapping[str, Tensor]:
-        """Returns the engine's parameters as the views that transports write to."""
         return wire_views(
             self._target.tensors(), self._target_layout, self._wire_dtype, self._weight_dtype
         )
@@ -369,7 +368,6 @@ class HybridEngine:
             self._has_frozen = False
 
     def close(self) -> None:
-        """Stops using the process group; must be called before the group is destroyed."""
         self.transport.close()
 
     def verify(self) -> None:
@@ -401,7 +399,6 @@ class HybridEngine:
                 )
 
     def _timed_verify(self) -> float:
-        """Verifies the weights and returns how long that took, in seconds."""
         start = time.perf_counter()
         self.verify()
         return time.perf_counter() - start

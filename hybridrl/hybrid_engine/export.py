@@ -177,7 +177,6 @@ def _rounds(
 def _wholes(
     layout: RankLayout, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Returns uninitialised tensors for a layout of whole HF tensors."""
     return {
         name: torch.empty(shape, dtype=stored_as(name, dtype), device=device)
         for name, shape in layout.shapes.items()

@@ -49,7 +49,6 @@ class CopyingTarget(WeightTarget, Protocol):
 
 
 def stale_copy_of(target: WeightTarget) -> str | None:
-    """Returns the name of the target's first copy that differs from its parameter, or None."""
     return target.stale_copy() if isinstance(target, CopyingTarget) else None
 
 

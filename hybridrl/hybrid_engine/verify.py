@@ -72,7 +72,6 @@ def verify(
 
 
 def _compare(plan: Plan, sums: list[tuple[dict[Key, int], dict[Key, int]]]) -> None:
-    """Raises VerifyError if the source and the destination of a copy have different checksums."""
     expected = {key: value for part, _ in sums for key, value in part.items()}
     found = {key: value for _, part in sums for key, value in part.items()}
     for dest_rank, number in sorted(found):

@@ -11,7 +11,6 @@ Shape = tuple[int, ...]
 
 
 def whole(shape: Shape) -> Box:
-    """Returns the box that contains all elements of a tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
@@ -24,7 +23,6 @@ def volume(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns the box of elements that two boxes share; None if they share none."""
     shared = tuple((max(a, x), min(b, y)) for (a, b), (x, y) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
@@ -90,7 +88,6 @@ def tiling_fault(
 
 
 def show(box: Box) -> str:
-    """Formats a box in indexing notation, such as `[0:4, 8:16]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 

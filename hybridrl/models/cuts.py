@@ -56,7 +56,6 @@ def _whole_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the shard of a row without experts of an engine rank with fused projections."""
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)
@@ -92,7 +91,6 @@ def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> Cut:
 
 
 def _groups(row: Row, tp: int, tp_rank: int) -> range:
-    """Returns the groups of a row of kind `grouped` that a rank holds."""
     num_groups, rest = divmod(row.shapes[0][0], sum(row.group))
     if rest:
         raise table_error(row.megatron, f"{row.shapes[0][0]} rows in groups of {row.group}")
@@ -112,7 +110,6 @@ def _grouped_cut(row: Row, tp: int, tp_rank: int) -> Cut:
 def _heads(
     row: Row, shape: ModelShape, tp: int, tp_rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the ranges of query heads and of key-value heads that a rank holds."""
     queries = _even(row, shape.num_heads, tp, tp_rank)
     if tp <= shape.num_kv_heads:
         return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
@@ -147,7 +144,6 @@ def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
 
 
 def _clip(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Returns slices `start` to `stop` of the stacked runs."""
     found, offset = [], 0
     for part, a, b in runs:
         first, last = max(start, offset), min(stop, offset + b - a)

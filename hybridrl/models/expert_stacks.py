@@ -26,7 +26,6 @@ _NAMES = (
 
 
 def place_in_stack(name: str) -> tuple[str, int] | None:
-    """Returns the stack that contains a parameter, and the parameter's index in it, or None."""
     for pattern in _NAMES:
         if found := pattern.fullmatch(name):
             stack = f"{found['mixture']}.{found['matrix']}"
@@ -36,7 +35,6 @@ def place_in_stack(name: str) -> tuple[str, int] | None:
 
 
 def are_consecutive_in_stack(names: Sequence[str]) -> bool:
-    """Whether parameters are consecutive members of one stack."""
     places = [place_in_stack(name) for name in names]
     first = places[0]
     return first is not None and places == [(first[0], first[1] + i) for i in range(len(names))]

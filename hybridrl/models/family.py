@@ -97,7 +97,6 @@ class LatentShape:
 
     @property
     def query_dim(self) -> int:
-        """Size of a head's query and key."""
         return self.plain_dim + self.rotary_dim
 
     @property
@@ -148,7 +147,6 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor by which sines and cosines are multiplied."""
         if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as implemented in Phi-3
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         if self.kind != "yarn":
@@ -277,7 +275,6 @@ class ModelShape:
         return "" if self.window is None else f"the model attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward layer of `layer` is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
@@ -287,7 +284,6 @@ class ModelShape:
 
     @property
     def value_dim(self) -> int:
-        """Size of an attention head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def cached_elements(self, tp: int) -> int:
@@ -358,7 +354,6 @@ class Row:
 
     @property
     def stored_parts(self) -> Sequence[int]:
-        """Indices of the parts that the parameter contains."""
         return range(len(self.parts)) if self.stored is None else self.stored
 
     def layers_of(self, shape: ModelShape) -> Sequence[int]:

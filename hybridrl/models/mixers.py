@@ -90,12 +90,10 @@ class DeltaShape(MixerShape):
 
     @property
     def keys(self) -> int:
-        """Width of all key heads together."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -140,7 +138,6 @@ class DeltaShape(MixerShape):
 
 
 def mixer_rules(mixer: MixerShape | None, tp: int, cp: int, rollout_tp: int) -> Iterator[UserError]:
-    """Yields the violations of rules on splitting a model's recurrent modules."""
     if mixer is None:
         return
     if cp > 1:

@@ -47,7 +47,6 @@ def mtp_rows(shape: ModelShape, layer: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def mtp_layer(shape: ModelShape) -> ModelShape:
-    """Returns the sizes of a model whose only layer is an MTP layer, a layer with attention."""
     return replace(shape, num_layers=1, mixer=None, has_mtp=False)
 
 

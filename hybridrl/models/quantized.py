@@ -26,7 +26,6 @@ _KINDS = ("qkv", "gate_up", "column", "row")
 
 
 def is_scale(hf_name: str) -> bool:
-    """Whether an HF tensor contains the scales of a quantized weight."""
     return hf_name.endswith(SCALES)
 
 
@@ -39,7 +38,6 @@ def is_quantized(row: Row) -> bool:
 
 @lru_cache(64)
 def split_family(family: Family, shape: ModelShape) -> tuple[Family, Family]:
-    """Returns a family with the rows that engines hold in FP8, and one with the other rows."""
     rows = family.rows(shape)
     own = tuple(row for row in rows if is_quantized(row))
     others = tuple(row for row in rows if not is_quantized(row))
@@ -48,19 +46,16 @@ def split_family(family: Family, shape: ModelShape) -> tuple[Family, Family]:
 
 @lru_cache(16)
 def quantized_shapes(family: Family, shape: ModelShape) -> Mapping[str, Shape]:
-    """Returns the shape of every HF tensor that engines hold in FP8."""
     return hf_shapes(split_family(family, shape)[0], shape)
 
 
 def quantized_bytes(num_elements: int) -> int:
-    """Returns the bytes of quantized weights and of their scales."""
     return num_elements * FP8 + num_elements // BLOCK**2 * FP32
 
 
 def with_scale_shapes(
     shapes: Mapping[str, Shape], quantized: Mapping[str, Shape]
 ) -> dict[str, Shape]:
-    """Returns the shapes of a model's HF tensors, with those of the scales."""
     scales = {f"{name}{SCALES}": _num_blocks(size, BLOCK) for name, size in quantized.items()}
     return {**shapes, **scales}
 
@@ -176,7 +171,6 @@ def split_blocks(
 
 
 def engine_cut(shape: ModelShape, tp: int, ep: int) -> Callable[[Row, int], Cut]:
-    """Returns the function that cuts rows as an engine of `fused_layout` does."""
 
     def cut(row: Row, tp_rank: int) -> Cut:
         if row.num_experts:
@@ -187,7 +181,6 @@ def engine_cut(shape: ModelShape, tp: int, ep: int) -> Callable[[Row, int], Cut]
 
 
 def trainer_cut(shape: ModelShape, tp: int, etp: int) -> Callable[[Row, int], Cut]:
-    """Returns the function that cuts rows as Megatron does."""
 
     def cut(row: Row, tp_rank: int) -> Cut:
         if row.num_experts:
@@ -198,7 +191,6 @@ def trainer_cut(shape: ModelShape, tp: int, etp: int) -> Callable[[Row, int], Cu
 
 
 def _joined_runs(cut: Cut) -> list[tuple[int, int, int]]:
-    """Returns a cut's runs, with adjacent runs of a part joined."""
     found: list[tuple[int, int, int]] = []
     for part, start, stop in sorted(cut.runs):
         if found and found[-1][0] == part and found[-1][2] == start:
@@ -209,7 +201,6 @@ def _joined_runs(cut: Cut) -> list[tuple[int, int, int]]:
 
 
 def _joined(regions: Iterable[Region]) -> list[Box]:
-    """Returns the HF rectangles of regions; rectangles whose rows are adjacent are joined."""
     found: list[Box] = []
     for box in sorted(region.hf_box for region in regions):
         if found and found[-1][1:] == box[1:] and found[-1][0][1] == box[0][0]:
@@ -220,7 +211,6 @@ def _joined(regions: Iterable[Region]) -> list[Box]:
 
 
 def _in_blocks(box: Box, shape: Shape, region: Region, block: int) -> Box:
-    """Returns the indices of the blocks of which a rectangle consists."""
     for (start, stop), size in zip(box, shape, strict=True):
         if start % block or (stop % block and stop != size):
             raise ModelError(

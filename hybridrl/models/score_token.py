@@ -60,7 +60,6 @@ def padding_token(hf_config: Mapping[str, Any]) -> int | None:
 
 
 def score_notices(hf_config: Mapping[str, Any], path: str) -> list[str]:
-    """Returns notices for the user about the token at which this model's score is read."""
     if is_old_export(hf_config):
         return [
             f"{path} looks like a reward model that an older hybridrl exported: its score is "

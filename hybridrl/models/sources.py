@@ -84,7 +84,6 @@ def slice_of(tensor: SourceTensor, box: Box) -> Tensor | ComputedSlice:
 
 
 def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
-    """Yields tensors in memory: given tensors, and the inputs of computed tensors."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield tensor

@@ -64,7 +64,6 @@ ALL = BackwardShares()
 
 
 def frozen_names(freeze: tuple[str, ...] | None, shape: ModelShape) -> tuple[str, ...]:
-    """Returns the parts that are not trained: `train.freeze`, or its default for a model."""
     if freeze is not None:
         return freeze
     return () if shape.vision is None else ("vision",)
@@ -102,7 +101,6 @@ def trained_family(
 
 @lru_cache(64)
 def only_parts(family: Family, shape: ModelShape, names: tuple[str, ...]) -> Family:
-    """Returns a family whose weight table contains only the parts with these names (PARTS)."""
     kept = tuple(row for row in family.rows(shape) if any(PARTS[name](row) for name in names))
     return replace(family, rows=lambda _: kept)
 
@@ -138,7 +136,6 @@ def unmerged_family(family: Family, shape: ModelShape, held: Family) -> Family:
 
 
 def _merged(family: Family, shape: ModelShape, held: Family) -> set[str]:
-    """Returns Megatron's names of the weights into which adapters are merged."""
     names = {row.megatron for row in held.rows(shape)}
     adapters = (row.megatron for row in family.rows(shape) if row.megatron not in names)
     return {name.removesuffix(f".{A}") + WEIGHT for name in adapters if name.endswith(f".{A}")}
@@ -147,7 +144,6 @@ def _merged(family: Family, shape: ModelShape, held: Family) -> set[str]:
 def freeze_rules(
     freeze: Sequence[str], family: Family, shape: ModelShape, head: Head = "lm"
 ) -> Iterator[UserError]:
-    """Yields the errors in `train.freeze` for a model."""
     rows = [row for row in family.rows(shape) if head == "lm" or row.megatron != OUTPUT_LAYER]
     faults = list(_unknown(freeze, rows, shape)) or list(_partly_frozen(freeze, rows, shape))
     yield from faults
@@ -159,7 +155,6 @@ def freeze_rules(
 
 
 def _unknown(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> Iterator[UserError]:
-    """Yields an error for each name that matches no parameter of the model."""
     known = [name for name, is_part in PARTS.items() if any(map(is_part, rows))]
     allowed = ", ".join((*known, f"layers.N or layers.A-B up to {shape.num_layers - 1}"))
     for name in freeze:
@@ -238,13 +233,11 @@ def mark(parameters: Mapping[str, Any], trained: Collection[str]) -> None:
 
 
 def frozen(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the frozen parameters by name; experts of a stack are in ascending order."""
     order = reversed(ordered_by_stack(list(parameters)))
     return {name: parameters[name] for name in order if not parameters[name].requires_grad}
 
 
 def has_trained(module: Any) -> bool:
-    """Whether a module has a trained parameter."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -296,7 +289,6 @@ def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:
 
 
 def _matches(row: Row, layer: int, freeze: Sequence[str]) -> list[bool]:
-    """Returns, for each HF tensor of a parameter, whether `freeze` matches it."""
     return [
         any(_stands_for(name, row, layer, part.format(L=layer, E=expert)) for name in freeze)
         for part in row.parts

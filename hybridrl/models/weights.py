@@ -82,7 +82,6 @@ NOTHING = RankLayout((), {})
 
 
 def of_names(layout: RankLayout, names: Collection[str]) -> RankLayout:
-    """Returns the part of a layout that concerns these local tensors."""
     return RankLayout(
         tuple(region for region in layout.regions if region.local in names),
         {name: size for name, size in layout.shapes.items() if name in names},
@@ -249,7 +248,6 @@ def fused_layout(
 
 
 def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> list[RankLayout]:
-    """Returns the layout of each rank of an engine with fused projections; see `fused_layout`."""
     return [fused_layout(family, shape, tp, tp_rank, ep) for tp_rank in range(tp)]
 
 
@@ -332,7 +330,6 @@ class _LayoutBuilder:
         self._padding: list[tuple[str, Box]] = []
 
     def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
-        """Adds the local tensor that holds a rank's shard of a row."""
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
@@ -364,7 +361,6 @@ class _LayoutBuilder:
 
 
 def _hf_tensors(row: Row) -> dict[str, Shape]:
-    """Returns the shape of each HF tensor in a row; parts of one tensor are concatenated."""
     found: dict[str, Shape] = {}
     for index in row.stored_parts:
         name, (first, *rest) = row.parts[index], row.shapes[index]

@@ -83,7 +83,6 @@ def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]])
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """Describes a call as text, for example `all_reduce of float [3, 4]`."""
     name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     tensors = [
         f"{kind.lower()} {size}"

@@ -63,7 +63,6 @@ class DeviceMapping:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
     def reserve(self, size: int) -> int:
-        """Reserves an address range and returns its start."""
         found = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         size_ = ctypes.c_size_t(size)
@@ -71,11 +70,9 @@ class DeviceMapping:
         return found.value
 
     def free(self, address: int, size: int) -> None:
-        """Frees an address range to which no memory is mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def create(self, size: int) -> int:
-        """Allocates memory and returns its handle."""
         found = ctypes.c_uint64()
         size_, properties = ctypes.c_size_t(size), ctypes.byref(self._properties)
         self._call("cuMemCreate", ctypes.byref(found), size_, properties, ctypes.c_uint64(0))
@@ -86,13 +83,11 @@ class DeviceMapping:
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Maps all memory of a handle at an address."""
         address_, size_ = ctypes.c_uint64(address), ctypes.c_size_t(size)
         offset, zero = ctypes.c_size_t(0), ctypes.c_uint64(0)
         self._call("cuMemMap", address_, size_, offset, ctypes.c_uint64(handle), zero)
 
     def allow(self, address: int, size: int) -> None:
-        """Makes mapped addresses readable and writable."""
         address_, size_ = ctypes.c_uint64(address), ctypes.c_size_t(size)
         access = ctypes.byref(self._access)
         self._call("cuMemSetAccess", address_, size_, access, ctypes.c_size_t(1))
@@ -102,11 +97,9 @@ class DeviceMapping:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def wait(self) -> None:
-        """Waits until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size: int) -> Tensor:
-        """Returns a byte tensor that views mapped addresses."""
         return torch.as_tensor(_Addresses(address, size), device=self.device)
 
 

@@ -80,7 +80,6 @@ class Route:
         return _joined([found[sample] for sample in sorted(found)], column_T)
 
     def _counts(self, pairs: tuple[Array, Array], rows_B: Array) -> list[int]:
-        """Returns the number of rows that are sent to, or received from, each rank."""
         samples, ranks = pairs
         counts_W = np.bincount(ranks, rows_B[samples], self._world.size)
         return [int(count) for count in counts_W]
@@ -149,7 +148,6 @@ def _senders(have_BW: Array, samples_P: Array, receivers_P: Array) -> Array:
 
 
 def _in_order(samples_P: Array, ranks_P: Array, is_mine_P: Array) -> tuple[Array, Array]:
-    """Returns the samples and ranks in this rank's pairs, ordered by rank and then by sample."""
     samples, ranks = samples_P[is_mine_P], ranks_P[is_mine_P]
     order = np.lexsort((samples, ranks))
     return samples[order], ranks[order]

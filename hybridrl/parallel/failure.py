@@ -58,7 +58,6 @@ class Failure:
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        """Converts the exception that ends a rank to a failure."""
         if isinstance(error, UserError):
             return Failure("mistake", str(error))
         trace = "".join(traceback.format_exception(error))
@@ -68,7 +67,6 @@ class Failure:
         return Failure("error", message, None, trace)
 
     def write(self, file: Path) -> None:
-        """Writes the failure to a file atomically."""
         partial = file.with_name(file.name + ".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(file)
@@ -106,7 +104,6 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Removes this rank's `.running` file, because the rank has finished its command."""
     if is_launched() and (file := rank_file(RUNNING)) is not None:
         file.unlink(missing_ok=True)
 
@@ -133,7 +130,6 @@ def report(failure: Failure) -> None:
 
 
 def log(text: str) -> bool:
-    """Appends text to this rank's log; returns whether this succeeded."""
     file = rank_file(".log")
     if file is None:
         return False

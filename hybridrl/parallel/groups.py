@@ -81,7 +81,6 @@ class World:
         self.sum_over_world(torch.zeros(1))  # makes NCCL connect the ranks now
 
     def _introduce(self) -> None:
-        """Exchanges hosts and process ids with all ranks."""
         host = heartbeat.host_id()
         ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
         self.host_ranks = [rank for rank, (other, _) in enumerate(ranks) if other == host]
@@ -198,7 +197,6 @@ class World:
             return broadcast_object(value, self.rank == source, source, self.cpu_group, wait)
 
     def check(self) -> None:
-        """Raises PeerError if the job has declared a rank lost."""
         self.heartbeat.check()
 
     def has_lost(self) -> bool:

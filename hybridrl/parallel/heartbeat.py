@@ -111,7 +111,6 @@ class Heartbeat:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Reports that this rank has left, and stops the threads."""
         # A forked process does not own the heartbeat.
         if self._ending.is_set() or os.getpid() != self._pid:
             return
@@ -183,7 +182,6 @@ class Heartbeat:
             del self._waits[group]
 
     def check(self) -> None:
-        """Raises PeerError if there is a verdict."""
         if (verdict := self.verdict) is not None:
             self._was_raised = True
             raise PeerError(verdict.message, verdict.culprit, is_lost=True)
@@ -306,7 +304,6 @@ class Heartbeat:
             say(f"hybridrl: {text}")
 
     def _ask_stacks(self, silent: Sequence[int]) -> None:
-        """Makes all ranks, including silent ones, write their stacks to their logs."""
         assert self._store is not None
         self._num_asked += 1
         self._answered = json.dumps([f"{self._rank}.{self._num_asked}", list(silent)])
@@ -375,7 +372,6 @@ class Heartbeat:
         return Verdict(f"{named} {silent}: {why or 'its store does not answer'}{last}", 0)
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends the process, unless the main thread does so first."""
         if verdict.culprit != self._rank:
             self._ending.wait(GRACE_S)
         if self._was_raised or self._ending.is_set():
@@ -412,7 +408,6 @@ def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
 
 @atexit.register
 def leave() -> None:
-    """Stops this process's heartbeat, if it has one."""
     while _CURRENT:
         _CURRENT.pop().stop()
 

@@ -109,7 +109,6 @@ def _split(visible: str) -> list[str]:
 
 
 def _is(device: str, index: str, uuid: str) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES refers to the GPU with this index and UUID."""
     return device == index or (device.startswith("GPU-") and uuid.startswith(device))
 
 

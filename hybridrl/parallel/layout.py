@@ -175,7 +175,6 @@ class TrainLayout:
         return self._grid[Coordinates(tp, cp, dp, pp)]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Returns groups of ranks that differ only along `axis`, each ordered along this axis."""
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for rank, where in enumerate(self._coordinates):
             rest = tuple(getattr(where, a) for a in AXES if a != axis)
@@ -239,7 +238,6 @@ class RolloutLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have an engine, ascending."""
         return tuple(rank for rank, place in enumerate(self.assignment) if place is not None)
 
     @property
@@ -254,7 +252,6 @@ class RolloutLayout:
         return place
 
     def tp_rank(self, rank: int) -> int | None:
-        """Returns the tensor-parallel rank of `rank`; None if it has no engine."""
         place = self.assignment[rank]
         return None if place is None else place[1]
 
@@ -268,7 +265,6 @@ class RolloutLayout:
         return RolloutLayout(tp, tuple(divmod(rank, tp) for rank in range(world_size)))
 
     def on(self, ranks: Sequence[int], world_size: int) -> RolloutLayout:
-        """Returns this layout placed on `ranks`, a subset of a larger world."""
         places = dict(zip(ranks, self.assignment, strict=True))
         assignment = tuple(places.get(rank) for rank in range(world_size))
         if self.experts is None:

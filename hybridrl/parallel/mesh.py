@@ -145,7 +145,6 @@ class Mesh:
         return self.world.sum_over_world(values)
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over this rank's context-parallel group, on the CPU."""
         on_device = values.to(self.platform.device, copy=True)
         with self.active():
             group = parallel_state.get_context_parallel_group()
@@ -153,7 +152,6 @@ class Mesh:
         return on_device.cpu()
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over this rank's data-parallel group, on the CPU."""
         summed = values.clone()
         with self.active():
             group = parallel_state.get_data_parallel_group_gloo()
@@ -322,7 +320,6 @@ def _expert_tensor_size(layout: TrainLayout) -> int:
 
 
 def _globals() -> dict[str, Any]:
-    """Returns the global variables in which Megatron stores a process's groups."""
     return {
         name: value
         for name, value in vars(parallel_state).items()
@@ -337,7 +334,6 @@ def _set(groups: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _kept_groups() -> Iterator[None]:
-    """Context manager: clears Megatron's groups, and restores them at exit."""
     before = _globals()
     _set({name: {} if isinstance(value, dict) else None for name, value in before.items()})
     try:

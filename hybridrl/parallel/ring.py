@@ -85,7 +85,6 @@ class HostRing:
     def _receive(
         self, folder: Path, source: int, scratch: torch.Tensor, received: dict[Path, int]
     ) -> Exception | None:
-        """Receives files from a rank and adds their sizes, through `scratch` if it cannot write."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, self._group)
         text = torch.empty(int(size), dtype=torch.uint8)
@@ -132,7 +131,6 @@ def _header(files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
 
 
 def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-    """Maps the content of files into memory, in chunks."""
     found: list[torch.Tensor] = []
     for name, size in files:
         if size:

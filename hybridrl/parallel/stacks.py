@@ -65,7 +65,6 @@ def calls_of_threads() -> dict[int, list[FrameSummary]]:
 
 
 def _written_calls() -> dict[int, list[FrameSummary]]:
-    """Returns the stacks of all threads, parsed from the output of faulthandler."""
     try:
         with _file_in_memory() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -123,7 +122,6 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
 
 
 def print_stacks() -> None:
-    """Writes the Python stacks of all threads to this rank's log, or to stderr if it has no log."""
     file = failure.rank_file(".log")
     try:
         with file.open("a") if file is not None else contextlib.nullcontext(sys.stderr) as out:

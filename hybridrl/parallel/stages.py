@@ -80,7 +80,6 @@ def check(sent: Tensor | None, shapes: Iterator[list[int]]) -> None:
 
 
 def next_of(shapes: Iterator[list[int]]) -> list[int]:
-    """Returns the shape of the next micro-batch."""
     if (shape := next(shapes, None)) is None:
         raise RuntimeError(
             "a pipeline stage exchanges more tensors than it has micro-batches. This is a bug in "

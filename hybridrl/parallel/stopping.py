@@ -144,7 +144,6 @@ def _is_main_thread() -> bool:
 
 
 def _note_signals(world: World) -> dict[signal.Signals, Any]:
-    """Sets the handlers. Returns the previous handlers."""
     first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -66,7 +66,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Text for messages that describes the call."""
         return f"{self.what}, #{self.number} of group {self.group} ({ranks_text(self.ranks)})"
 
 
@@ -121,7 +120,6 @@ class Beat:
 
     @property
     def where(self) -> str:
-        """Text for messages that describes what the rank is doing."""
         part = f", {self.part}" if self.part else ""
         return f"in phase '{self.phase}'{part}" + (f", at {self.at}" if self.at else "")
 
@@ -178,7 +176,6 @@ class Watch:
         return self.silent_for_s(rank) >= self.silent_s
 
     def silent_for_s(self, rank: int) -> float:
-        """Returns the seconds since a rank's last heartbeat."""
         return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
@@ -220,7 +217,6 @@ class Watch:
         return Verdict(message, first)
 
     def _patience_s(self, rank: int, beats: Sequence[Beat]) -> float:
-        """Returns the seconds without a heartbeat after which a rank may be lost."""
         host = beats[rank].host_id
         is_alone = all(beat.host_id != host for i, beat in enumerate(beats) if i != rank)
         return self.silent_s * (ALONE_FACTOR if is_alone else 1)
@@ -314,7 +310,6 @@ def hang_observer(ask_stacks: Callable[[Sequence[int]], None]) -> HangObserver |
 
 
 def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
-    """Returns the ranks that have not entered the collective that `wait` describes."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
 

@@ -78,7 +78,6 @@ class TrainedModelMemory:
             address += aligned(buffer.grad_data.nbytes)
 
     def release(self) -> None:
-        """Frees the gradients."""
         self._has_stepped, self._fullest = False, (0, 0)
         if self._lent is not None:
             self._lent.release()
@@ -102,7 +101,6 @@ class TrainedModelMemory:
                 buffer.grad_data_size = 0
 
     def gradient_bytes(self) -> int:
-        """Returns the size that the gradient buffers have during training."""
         return sum(aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
 
     @property
@@ -154,12 +152,10 @@ class TrainedModelMemory:
         )
 
     def stepped(self) -> None:
-        """Records an optimizer step, after which all memory that an update needs is allocated."""
         self._has_stepped = True
 
     @property
     def may_stay(self) -> bool:
-        """Whether an optimizer step was taken since the last `release`."""
         return self._has_stepped
 
     @contextmanager

@@ -67,14 +67,12 @@ EXACT_BOUNDS = Bounds(refuse=0.0, warn=0.0, residual=0.0)
 
 
 def bounds_of(dtype: torch.dtype, config: Config) -> Bounds:
-    """Returns the bounds for a model's data type under a configuration."""
     if config.numerics.is_exact:
         return EXACT_BOUNDS
     return FP8_BOUNDS if uses_fp8(config) else BOUNDS[dtype]
 
 
 def uses_fp8(config: Config) -> bool:
-    """Whether the engine or the trainer computes in FP8."""
     return config.rollout.uses_fp8 or config.train.fp8 != "none"
 
 
@@ -115,7 +113,6 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 def behaviour_metrics(
     batch: RolloutBatch, logp_T: torch.Tensor, algorithm: Algorithm
 ) -> dict[str, float]:
-    """Returns the metrics about the mismatch, off-policy samples, and the correction for them."""
     correction = algorithm.correction if isinstance(algorithm, PolicyGradient) else None
     return mismatch_metrics(batch, logp_T) | off_policy_metrics(batch, logp_T, correction)
 

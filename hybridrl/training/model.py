@@ -138,7 +138,6 @@ class ModelSource:
 
     @property
     def files(self) -> ModelFiles:
-        """Files from the model's HF directory that checkpoints include."""
         return ModelFiles(
             hf_config=self.hf_config,
             family=self.family_key,
@@ -152,7 +151,6 @@ class ModelSource:
 
     @cached_property
     def extra_inputs(self) -> ExtraInputs | None:
-        """Inputs that the model needs in addition to tokens; None if there are none."""
         make = self.family.extra_inputs
         return None if make is None else make(self.hf_config, self.directory)
 
@@ -162,7 +160,6 @@ class ModelSource:
         return self.family.shape(self.hf_config)
 
     def shape_with(self, head: Head) -> ModelShape:
-        """Returns the dimensions of the trained model."""
         return replace(self.shape, has_mtp=self.trains_mtp and head == "lm")
 
 
@@ -290,7 +287,6 @@ class ParallelModel:
             return chunks
 
     def _shareable(self, lender: ParallelModel) -> frozenset[str]:
-        """Returns the local names of parameters that this model can take from another model."""
         assert lender.mesh is self.mesh and lender.layers.kind == self.layers.kind
         trained = self._layout(self.trained_family, self._place).shapes if self.lora else ()
         return shareable(self.base_layout(), lender.base_layout(), trained, lender.frozen_weights())
@@ -323,7 +319,6 @@ class ParallelModel:
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
 
     def read_scores(self, token: ScoreToken) -> None:
-        """Declares that this model's values are the scores of a reward model."""
         self.score_token = token
         self.planner.at_own_token = token == LAST
 
@@ -352,12 +347,10 @@ class ParallelModel:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer; None for a frozen model."""
         return self._optimizer
 
     @property
     def _names(self) -> tuple[Head, bool, bool]:
-        """Arguments that `megatron_layout` needs to name the parameters."""
         return self.head, self.layers.fuses_norms, self.layers.kind == "transformer_engine"
 
     def layout(self) -> RankLayout:
@@ -365,7 +358,6 @@ class ParallelModel:
         return self.layout_of(self.world.rank)
 
     def base_layout(self) -> RankLayout:
-        """Returns the layout of this rank without its adapters; not collective."""
         if not self.mesh.is_member:
             return NOTHING
         return self._layout(base_of(self.source.family), self._place)
@@ -376,12 +368,10 @@ class ParallelModel:
         return of_names(layout, layout.shapes.keys() - self.borrowed)
 
     def adapter_layout(self) -> RankLayout:
-        """Returns the layout of this rank's adapters; not collective."""
         layout = self.layout()
         return of_names(layout, set(filter(is_adapter, layout.shapes)))
 
     def adapter_weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's adapters, as `weights`."""
         return {name: one for name, one in self.weights().items() if is_adapter(name)}
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -447,7 +437,6 @@ class ParallelModel:
         return MergedWeights(self._whole_layouts(base_of(family)), tensors, unchanging)
 
     def _unchanging(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's weights that training with adapters does not change."""
         return self.frozen_weights() | weight_buffers(self._chunks)
 
     @torch.no_grad()
@@ -466,7 +455,6 @@ class ParallelModel:
         return float((all_lost / all_total) ** 0.5) if all_total else None
 
     def adapters(self) -> FullWeights:
-        """Returns the LoRA adapters, which stay complete on this rank until the next step."""
         layouts = self._whole_layouts(only_adapters(self.source.family))
         return FullWeights(layouts, self.adapter_weights())
 
@@ -572,7 +560,6 @@ class ParallelModel:
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Parts of the model that training leaves unchanged (`train.freeze`)."""
         return frozen_names(self.train.freeze, self.source.shape)
 
     @property
@@ -582,23 +569,19 @@ class ParallelModel:
 
     @property
     def active_adapter_params(self) -> int:
-        """Number of the adapters' parameters that each token is multiplied with, over all ranks."""
         source = self.source
         return num_active_adapter_parameters(source.family, source.shape) if self.lora else 0
 
     @property
     def base(self) -> BaseReference | None:
-        """Reference to the model without adapters; None if it has none."""
         return self.source.base
 
     @property
     def passed_over(self) -> BaseReference | None:
-        """Reference to the model with tensors that training passes over; None if there are none."""
         return self.source.passed_over
 
     @property
     def trains_mtp(self) -> bool:
-        """Whether the layer for multi-token prediction is part of the model."""
         return self.shape.has_mtp
 
     @property
@@ -617,13 +600,11 @@ class ParallelModel:
         return {name: p.data for name, p in frozen(named_parameters(self._chunks)).items()}
 
     def freeze(self) -> None:
-        """Freezes all parameters, so that the model only runs forward."""
         mark(named_parameters(self._chunks), ())
         for chunk in self._chunks:
             chunk.eval()
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
-        """Divides a batch into this rank's micro-batches; see `BatchPlanner.plan`."""
         return self.planner.plan(batch, temperature)
 
     def forward_all(self, inputs: Sequence[ModelInput]) -> list[Any]:
@@ -720,7 +701,6 @@ class ParallelModel:
         return replay_metrics(counts, shape)
 
     def grad_norm(self) -> float:
-        """Returns the global norm of the accumulated gradients, before clipping."""
         norm = 0.0
         if self.mesh.is_member:
             with self.mesh.active(), self.world.platform.megatron_phase():
@@ -741,7 +721,6 @@ class ParallelModel:
         self.num_updates += 1
 
     def _balance_routers(self) -> None:
-        """Adjusts the routers' biases to the last update's expert load; collective."""
         shape, rate = self.source.shape, self.train.moe.bias_update_rate
         if shape.moe is None or not shape.moe.has_bias or not rate:
             return

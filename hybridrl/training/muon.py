@@ -61,7 +61,6 @@ class _Owned:
 
     @property
     def update(self) -> Tensor:
-        """The shard's part of the gradient buffer."""
         whole: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]  # Megatron's
         return whole.view(-1)[self.begin : self.begin + self.master.numel()]
 
@@ -102,7 +101,6 @@ class Muon(StepCounts):
             }
 
     def state_names(self, parameter: Tensor) -> tuple[str, ...]:
-        """Returns the names of the states of a model parameter's shards."""
         return (MOMENTUM,) if parameter in self._matrices else MOMENTS
 
     @torch.no_grad()

@@ -75,7 +75,6 @@ def _by_name(layout: RankLayout, names: set[str]) -> dict[str, list[Region]]:
 
 
 def _is_matrix(region: Region) -> bool:
-    """Whether a region's elements form a matrix in the HF tensor as they do locally."""
     inner = region.hf_box[-2:]
     is_whole = volume(inner) == volume(region.hf_box)
     return is_whole and sizes(inner) == sizes(region.local_box)
@@ -100,7 +99,6 @@ def _slices(box: Box, origin: Sequence[int]) -> Slices:
 
 
 def is_split(matrix: Matrix, own: int) -> bool:
-    """Whether a rank has only a part of a matrix."""
 
     def elements() -> Iterator[int]:
         for _, (rows, columns) in matrix.places[own]:

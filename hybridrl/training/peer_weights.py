@@ -108,7 +108,6 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
 
 
 def _unwrapped(name: str) -> str:
-    """Returns a parameter's local name without the names of Megatron's wrappers."""
     chunk, _, path = name.partition("/")
     while path.startswith("module."):
         path = path.removeprefix("module.")
@@ -116,7 +115,6 @@ def _unwrapped(name: str) -> str:
 
 
 def _room(own: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a rank's memory, from byte `start` on, for a tensor like another."""
     return own[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 

@@ -113,7 +113,6 @@ class PiecewiseAdam(StepCounts):
 
     @property
     def state_bytes(self) -> int:
-        """Size of the state on this rank."""
         return sum(states.nbytes for states in self._states.values())
 
     @torch.no_grad()
@@ -173,12 +172,10 @@ class PiecewiseAdam(StepCounts):
 
 
 def packed_bytes(param_groups: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the size of the state of these parameters on this rank."""
     return 2 * len((*MOMENTS, REMAINDER)) * _places(param_groups)[1]
 
 
 def state_names(dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns the names of the states of a parameter with this data type."""
     return MOMENTS if dtype == torch.float32 else (*MOMENTS, REMAINDER)
 
 

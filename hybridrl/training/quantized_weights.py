@@ -51,11 +51,9 @@ class QuantizedTensor:
 
     @cached_property
     def inputs(self) -> Sequence[Tensor]:
-        """The weight and its scales."""
         return self.weight, *(self.scales[name] for name in {part.scales for part in self.parts})
 
     def compute(self, box: Box) -> Tensor:
-        """Returns the bits of a rectangle."""
         (first, last), (left, right) = box
         found = torch.empty((last - first, right - left), dtype=self.dtype, device=self.device)
         self.copies([(ComputedSlice(self, box), found)], self.device, None).run()
@@ -87,7 +85,6 @@ class QuantizedTensor:
         return found
 
     def all_tiles(self) -> list[ops.Tiles]:
-        """Returns the rectangles of all parts."""
         return [self._tiles(part, part.box) for part in self.parts]
 
     def _tiles(self, part: ScaledPart, inside: Box) -> ops.Tiles:
@@ -155,7 +152,6 @@ class QuantizedWeights:
 
     @property
     def layouts(self) -> Sequence[RankLayout]:
-        """Layout of every rank's tensors, with scales."""
         return self._layouts
 
     @property
@@ -177,7 +173,6 @@ class QuantizedWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Computes the scales from the present weights."""
         self._source.refresh()
         if self._watch.look_again():
             tiles = [tiles for one in self._searched for tiles in one.all_tiles()]

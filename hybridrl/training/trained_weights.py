@@ -49,7 +49,6 @@ class TrainedWeights:
         self._gather_pending = self._gather_running = self._is_empty = False
 
     def stepped(self) -> None:
-        """Records an optimizer step."""
         self._gather_pending = self._gathers_late
 
     def complete(self) -> None:

@@ -50,7 +50,6 @@ class LossPart:
 
     @property
     def loss(self) -> float:
-        """Loss of the mini-batch, combined over all ranks."""
         return self.metrics[f"{self.name}/loss"]
 
     def bad_micro_batches(self) -> list[int]:
@@ -59,7 +58,6 @@ class LossPart:
         return [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
 
     def rows(self, index: int) -> tuple[int, ...]:
-        """Returns the indices of the samples in a micro-batch."""
         return self.inputs[index].whole.sample_indices
 
 
@@ -97,17 +95,14 @@ class Gradients:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients are finite on all ranks."""
         return all(map(math.isfinite, (self.grad_norm, *(part.loss for part in self.loss_parts))))
 
     @property
     def loss(self) -> float:
-        """Loss of the mini-batch over all ranks, without additional terms."""
         return self.loss_parts[0].loss
 
     @property
     def grad_norm(self) -> float:
-        """Global norm of the gradients before clipping."""
         return self.metrics[f"{self.name}/grad_norm"]
 
 

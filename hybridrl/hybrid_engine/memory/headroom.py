@@ -73,7 +73,6 @@ class Headroom:
         self._before_engine = found[0] if found is not None else 0
 
     def reset(self) -> None:
-        """Makes both phases free their memory again, until another update has been measured."""
         self.is_enough, self._was_disturbed = False, True
 
     def spare_bytes(self) -> int:

@@ -124,7 +124,6 @@ class LentMemory:
             self._own_handle = 0
 
     def close(self) -> None:
-        """Frees the address range and own memory, before or after the lender frees its pieces."""
         if not self.address:
             return
         self._mapping.wait()  # a sync point, at the end of a run

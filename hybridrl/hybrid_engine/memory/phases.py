@@ -68,7 +68,6 @@ class PhaseSwitch:
         self.phase = phase
 
     def require(self, phase: Phase, action: str) -> None:
-        """Raises PhaseError unless `phase` is the current phase."""
         if self.phase is not phase:
             raise PhaseError(
                 f"{action} needs phase {phase.value}, but the current phase is {self.phase.value}"

@@ -90,7 +90,6 @@ def evaluate_layout(
     layout: RolloutLayout,
     costs: Costs | None = None,
 ) -> Assignment:
-    """Returns a given layout with its costs; engines may run on only some of the ranks."""
     return _evaluate((costs or Costs.of(sources, parts)).moved(layout.ranks), layout)
 
 
@@ -185,7 +184,6 @@ def choose_order(
 
 
 def ranks_moved(train: TrainLayout, other: TrainLayout) -> list[int]:
-    """Returns for each rank of `other` the rank of `train` that has the same coordinates."""
     where = (other.coordinates(rank) for rank in range(train.world_size))
     return [train.rank_at(**vars(place)) for place in where]
 
@@ -199,7 +197,6 @@ def _other_orders(train: TrainLayout) -> Iterator[str]:
 
 
 def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
-    """Returns for each group of an axis how many nodes it spans."""
     return [len({rank // node for rank in group}) for group in layout.groups(axis)]
 
 
@@ -255,7 +252,6 @@ class Costs:
 
     @classmethod
     def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> Costs:
-        """Returns the costs of `parts` for ranks that hold `sources`."""
         joined = join(sources, parts)
         owners: dict[tuple[int, ...], int] = {}
         of_kind = [owners.setdefault(kind.owners, len(owners)) for kind in joined.kinds]
@@ -270,12 +266,10 @@ class Costs:
         return cls(joined.sources.of_rank, holds, need)
 
     def moved(self, ranks: Sequence[int]) -> Costs:
-        """Returns the costs for the listed ranks, in the listed order; all ranks can still send."""
         of_rank = [self.of_rank[rank] for rank in ranks]
         return Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
-        """Returns for each candidate how many elements its busiest receiver receives."""
         return self.missing[np.arange(candidates.shape[1]), candidates].max(axis=1)
 
     def send(self, candidates: np.ndarray) -> np.ndarray:

@@ -41,7 +41,6 @@ class Direct:
 
     @property
     def ops(self) -> frozenset[CopyOp]:
-        """All of this rank's operations that bypass the buffers."""
         return frozenset(chain(*self.sends.values(), *self.receives.values()))
 
 
@@ -125,7 +124,6 @@ class _SingleHops:
         granted: Mapping[int, tuple[list[int], int]],
         answers: Sequence[Mapping[int, tuple[list[int], int]]],
     ) -> Direct:
-        """Returns the operations on which both ends agreed, from those that ranks accepted."""
         elements: Counter[Stream] = Counter()
         for source, given in enumerate(answers):
             for dest, (_, total) in given.items():

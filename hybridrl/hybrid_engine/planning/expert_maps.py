@@ -66,7 +66,6 @@ class ExpertTensors:
                     self._names.append(names)
 
     def expert(self, hf: str) -> int | None:
-        """Returns the index of the expert that a tensor belongs to, or None."""
         found = self._of.get(hf)
         return None if found is None else found[1]
 
@@ -149,7 +148,6 @@ class _Search:
         return held
 
     def best(self, domain_size: int | None) -> tuple[RolloutLayout, list[tuple[int, ...]]]:
-        """Returns the rollout layout of the ranks with engines, and the experts of each."""
         size = len(self._missing)
         unit, patterns = part_patterns(size, self._tp, domain_size)
         places: list[int] = []
@@ -248,7 +246,6 @@ class _ExpertAssignment:
         return np.unique(self._kind_of[self.experts[rank]])
 
     def costs(self) -> np.ndarray:
-        """Returns the lowest cost of giving an expert, from rank (outer index) to rank (inner)."""
         return np.array(
             [self._loss[rank][:, self._kinds(rank)].min(1) for rank in range(len(self.experts))]
         )

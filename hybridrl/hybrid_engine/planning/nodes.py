@@ -52,12 +52,10 @@ class Cluster(BaseModel):
 
     @property
     def link_rate(self) -> float:
-        """NVLink rate of one GPU, bytes per second."""
         return self.link_gb_per_s * 1e9
 
     @property
     def node_rate(self) -> float:
-        """Total rate of a node's NICs, bytes per second."""
         return self.nics_per_node * self.nic_gb_per_s * 1e9
 
 
@@ -200,7 +198,6 @@ class _Node:
 
 
 def _nodes(joined: Join, gpus: int) -> list[_Node]:
-    """Returns all nodes; equal nodes are the same object."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], _Node] = {}
     nodes = []
     for start in range(0, len(joined.sources.of_rank), gpus):
@@ -222,7 +219,6 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
 ) -> list[tuple[int, Demand]]:
-    """Returns each node's demands, with their kinds, for pieces that none of its GPUs holds."""
     demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]
@@ -240,7 +236,6 @@ def _between(
 
 
 def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> np.ndarray:
-    """Returns the elements over links that balance sending NICs, of shape (nodes, 2, GPUs)."""
     shares: list[list[Demand]] = [[] for _ in nodes]
     for kind, demand in between:
         for number, count in zip(demand.senders.tolist(), demand.send_counts.tolist(), strict=True):

@@ -83,7 +83,6 @@ class Join:
     counts: list[Counter[int]]
 
     def owners(self, kind: int) -> list[int]:
-        """Returns the source ranks that hold pieces of this kind, ascending."""
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
 
     def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
@@ -152,7 +151,6 @@ class _Cutter:
         self._slices = [_disjoint(who) for who in alike]
 
     def pieces(self, hf: str, box: Box) -> tuple[Piece, ...]:
-        """Returns the pieces that tile a box of an HF tensor."""
         key = (self._alike.get(hf, -1), box)
         if key not in self._cuts:
             self._cuts[key] = self._cut(hf, *key)

@@ -42,7 +42,6 @@ class Stream(NamedTuple):
 
     @property
     def hops(self) -> list[tuple[int, int]]:
-        """Sender and receiver of each message that contains the stream's elements."""
         first, *others = self.route
         return [(self.source, first), *((first, rank) for rank in others)]
 
@@ -63,7 +62,6 @@ class CopyOp(NamedTuple):
 
     @property
     def stream(self) -> Stream:
-        """The path on which the elements are sent."""
         return Stream(self.source_rank, self.route)
 
 
@@ -83,7 +81,6 @@ class Plan:
     weight_itemsize: int | None = None
 
     def ops_between(self, source_rank: int, dest_rank: int) -> Sequence[CopyOp]:
-        """Returns the operations of `dest_rank` whose source is `source_rank`."""
         if isinstance(self.ops, PlannedOps):
             return self.ops.made(dest_rank, source_rank)
         return [op for op in self.ops[dest_rank] if op.source_rank == source_rank]
@@ -120,17 +117,14 @@ class Plan:
 
     @property
     def send_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank sends to others."""
         return tuple((self.traffic.sum(axis=1) - self.traffic.diagonal()).tolist())
 
     @property
     def receive_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank receives from others."""
         return tuple((self.traffic.sum(axis=0) - self.traffic.diagonal()).tolist())
 
     @property
     def local_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank copies from its own tensors."""
         return tuple(self.traffic.diagonal().tolist())
 
     @property
@@ -233,7 +227,6 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return tuple(found)
 
     def streams(self) -> Counter[Stream]:
-        """Returns the number of elements of each stream between ranks."""
         found = Counter({Stream(*key): n for key, n in self._crossings.streams().items()})
         near = np.zeros((len(self), len(self)), np.int64)
         for demand in self._demands:
@@ -243,7 +236,6 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return found
 
     def needed(self) -> np.ndarray:
-        """Returns the number of elements that each rank needs."""
         kinds, classes = self.joined.kinds, self.joined.targets
         needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self.joined.counts]
         return np.array([needed[number] for number in classes.of_rank], np.int64)
@@ -295,7 +287,6 @@ def _elements(ops: Iterable[CopyOp]) -> int:
 
 
 def _holder(regions: Sequence[Region], box: Box) -> Region:
-    """Returns the first region that contains all of `box`."""
     if len(regions) == 1:
         return regions[0]
     return next(r for r in regions if intersection(r.hf_box, box) == box)

@@ -87,7 +87,6 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
 
 
 def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
-    """Returns how many of `num_items` each sender should send, the least loaded first."""
     order = np.argsort(loads, kind="stable")
     low = loads[order]
     places = np.arange(1, len(low) + 1)

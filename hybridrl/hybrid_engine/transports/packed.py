@@ -160,7 +160,6 @@ class PackedTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Drops the graph: NCCL cannot shut down while a graph holds its work."""
         self._work.close()
 
     def prepare(self) -> None:
@@ -249,7 +248,6 @@ class PackedTransport:
         return torch.cuda.stream(stream)
 
     def _staging(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the send and receive buffers; the first call allocates them."""
         if self._buffers is None:
             send = max((_elements(x.sends) for x in self._exchanges), default=0)
             receive = max((_elements(x.receives) for x in self._exchanges), default=0)
@@ -286,7 +284,6 @@ class PackedTransport:
         return dist.P2POp(kind, message.view(torch.uint8), group_peer=peer)
 
     def _block_transfers(self) -> Iterator[dist.P2POp]:
-        """Yields the messages for blocks that need no staging."""
         group = self._block_group
         for is_send, by_peer in ((True, self._direct.sends), (False, self._direct.receives)):
             for peer, op in ((peer, op) for peer, blocks in by_peer.items() for op in blocks):
@@ -381,7 +378,6 @@ def _staged(messages: Messages, buffer: Tensor) -> Staged:
 
 
 def _shaped(part: Part, place: Tensor) -> Iterator[tuple[CopyOp, Tensor]]:
-    """Yields a part's pieces, each with its view of the buffer in the piece's shape."""
     if part.pieces:
         counts = [volume(op.dest_box) for op in part.pieces]
         for op, staged in zip(part.pieces, place.split(counts), strict=True):

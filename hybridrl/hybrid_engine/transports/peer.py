@@ -182,7 +182,6 @@ class PeerTransport:
         return shares
 
     def _copies(self) -> Iterator[tuple[CopyOp, Tensor, Tensor]]:
-        """Yields this rank's operations with views of their sources and destinations."""
         pieces = [self._memory.of(peer) for peer in range(self._plan.world_size)]
         for op in self._plan.ops[self._rank]:
             place = self._sources[op.source_rank][op.source]
@@ -197,7 +196,6 @@ class PeerTransport:
         return is_large and ops.has_copy_engine(self._device)
 
     def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
-        """Returns a function that calls `queue` once, and then replays it as a CUDA graph."""
         if self._device.type == "cuda" and not has_work:
             return lambda: None
         self._repeated.append(Repeated(queue, self._device))

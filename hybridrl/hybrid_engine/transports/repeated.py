@@ -45,7 +45,6 @@ class Repeated:
         self._graph = graph
 
     def run(self) -> None:
-        """Enqueues the operations on the device's current stream."""
         self.capture()
         if self._graph is not None:
             self._graph.replay()
@@ -59,7 +58,6 @@ class Repeated:
         queue()
 
     def close(self) -> None:
-        """Drops the graph: NCCL cannot shut down while a graph holds its work."""
         if self._graph is not None:
             torch.cuda.synchronize(self._device)
             self._graph = None

@@ -150,7 +150,6 @@ class AddressWatch:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two views have the same address, type and strides."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype == other.dtype

@@ -39,7 +39,6 @@ class BaseReference:
 
     @property
     def named(self) -> str:
-        """The model, for messages."""
         return self.path or f"initial weights of {self.init} with seed {self.seed}"
 
 
@@ -74,7 +73,6 @@ def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
 def base_reference(
     section: ModelConfig, hf_config: Mapping[str, Any], seed: int, device: str
 ) -> BaseReference:
-    """Returns the reference to the model of a run."""
     if section.path is None:
         digest = init_digest(hf_config, seed, device)
         return BaseReference(None, section.init, seed, digest)

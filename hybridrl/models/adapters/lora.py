@@ -36,5 +36,4 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor s of an adapter's output."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

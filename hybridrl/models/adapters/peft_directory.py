@@ -65,7 +65,6 @@ class PeftAdapter:
 
 
 def is_peft(directory: str | Path) -> bool:
-    """Whether a directory contains a PEFT adapter."""
     return os.path.isfile(Path(directory) / CONFIG_FILE)
 
 

@@ -29,7 +29,6 @@ WEIGHT = ".weight"
 
 @lru_cache(64)
 def adapted(family: Family, lora: Lora | None) -> Family:
-    """Returns a family whose weight table also contains the adapters' parameters."""
     if lora is None:
         return family
 
@@ -41,7 +40,6 @@ def adapted(family: Family, lora: Lora | None) -> Family:
 
 @lru_cache(64)
 def base_of(family: Family) -> Family:
-    """Returns the family without adapters."""
     if family.lora is None:
         return family
 
@@ -53,7 +51,6 @@ def base_of(family: Family) -> Family:
 
 @lru_cache(64)
 def without_expert_adapters(family: Family) -> Family:
-    """Returns the family without the adapters of experts."""
     if family.lora is None or EXPERTS not in family.lora.targets:
         return family
     targets = tuple(name for name in family.lora.targets if name != EXPERTS)
@@ -62,7 +59,6 @@ def without_expert_adapters(family: Family) -> Family:
 
 @lru_cache(64)
 def only_adapters(family: Family) -> Family:
-    """Returns a family whose weight table contains only the adapters' parameters."""
 
     def rows(shape: ModelShape) -> tuple[Row, ...]:
         return tuple(row for row in family.rows(shape) if is_adapter(row.megatron))
@@ -142,7 +138,6 @@ def target_names(family: Family, shape: ModelShape) -> list[str]:
 
 
 def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the errors in the settings of a model's adapters."""
     has_experts = any(row.num_experts for row in family.rows(shape) if can_adapt(row))
     known = [ALL_LINEAR, *([EXPERTS] if has_experts else []), *target_names(family, shape)]
     for name in lora.targets:
@@ -179,7 +174,6 @@ def adapter_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[Use
 
 
 def num_parameters(family: Family, shape: ModelShape) -> int:
-    """Returns the number of parameters of a family over all layers, experts and ranks."""
     return sum(
         len(row.layers_of(shape))
         * (row.num_experts or 1)
@@ -199,5 +193,4 @@ def num_active_adapter_parameters(family: Family, shape: ModelShape) -> int:
 
 
 def num_adapter_parameters(family: Family, shape: ModelShape) -> int:
-    """Returns the number of the adapters' parameters over all layers, experts and ranks."""
     return num_parameters(only_adapters(family), shape)

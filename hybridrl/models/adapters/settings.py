@@ -43,7 +43,6 @@ def lora_of(section: LoraConfig) -> Lora | None:
 
 
 def lora_rules(section: LoraConfig, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the errors in the section `lora` for a model."""
     try:
         lora = lora_of(section)
         if lora is None:
@@ -58,7 +57,6 @@ def lora_rules(section: LoraConfig, family: Family, shape: ModelShape) -> Iterat
 
 
 def _full_rules(lora: Lora, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields an error for each part in `lora.full` that the model does not have."""
     rows = family.rows(shape)
     for name in lora.full:
         is_part = PARTS.get(name)

@@ -45,7 +45,6 @@ class EngineSlots:
 
     @staticmethod
     def of(lora: Lora, names: Iterable[str], others: Sequence[str] = ()) -> EngineSlots:
-        """Returns the slots among the names of an engine's tensors."""
         slots = (name.partition(f".{SLOT_A}.") for name in names)
         layers = {layer.rpartition(".")[2] for layer, found, _ in slots if found}
         return EngineSlots(slot_rank(lora), tuple(sorted(layers)), (POLICY, *others))

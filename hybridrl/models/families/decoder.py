@@ -88,7 +88,6 @@ def decoder_shape(
 
 
 def windowed_shape(hf_config: HfConfig, default_kv_heads: int | None = None) -> ModelShape:
-    """Reads the sizes of a decoder in which all layers use the window `sliding_window`."""
     has_window = hf_config.get("sliding_window") is not None
     return decoder_shape(
         {key: value for key, value in hf_config.items() if key != "sliding_window"},
@@ -170,7 +169,6 @@ def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
 def decoder_rows(
     shape: ModelShape, moe: Sequence[Row] = (), attention: Sequence[Row] | None = None
 ) -> tuple[Row, ...]:
-    """Returns the weight table of a llama-shaped decoder."""
     hidden, vocabulary = shape.hidden_size, ((shape.vocab_size, shape.hidden_size),)
     final_norm = "decoder.final_layernorm.weight"
     rows = [
@@ -281,7 +279,6 @@ def _attention_rows(shape: ModelShape) -> list[Row]:
 
 
 def _mlp_rows(shape: ModelShape) -> list[Row]:
-    """Returns the weight rows of the dense feed-forward layers."""
     if shape.moe is not None and not shape.moe.dense_layers:
         return []
     hidden, ffn = shape.hidden_size, shape.ffn_size

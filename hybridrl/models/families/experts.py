@@ -93,7 +93,6 @@ def read_biased_routing(
 
 
 def experts_per_token(hf_config: HfConfig, num_experts: int, default: int) -> int:
-    """Reads the number of experts per token, which must not exceed `num_experts`."""
     chosen = size(hf_config, "num_experts_per_tok", default)
     if chosen > num_experts:
         raise refusal("num_experts_per_tok", chosen, f"at most the {num_experts} experts")
@@ -195,7 +194,6 @@ def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
 
 
 def expert_rows(shape: ModelShape, names: ExpertNames) -> tuple[Row, ...]:
-    """Returns the weight rows of the mixtures of experts."""
     moe, hidden = shape.moe, shape.hidden_size
     assert moe is not None
     width, num_experts = moe.expert_ffn_size, moe.num_experts

@@ -80,7 +80,6 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
 
 
 def cap(hf_config: HfConfig, key: str) -> float:
-    """Returns the soft cap at `key`; 0 if it is null."""
     return 0.0 if hf_config.get(key) is None else number(hf_config, key, 0, 1e-3, LARGEST_CAP)
 
 

@@ -61,7 +61,6 @@ KEYS = frozenset(
 
 
 def _filled(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns a config with the defaults for absent and null keys."""
     given = {key: value for key, value in hf_config.items() if value is not None}
     has_rope = given.get("rope_parameters") or given.get("rope_scaling")
     return {**DEFAULTS, **({} if has_rope else {"rope_parameters": ROPE}), **given}

@@ -20,7 +20,6 @@ BEFORE = tuple(f"decoder.layers.{{L}}.{name}_layernorm.weight" for name in ("inp
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes."""
     require(hf_config, "attention_bias", False, (False,))
     return replace(decoder_shape(hf_config), norms_after="only", whole_qk_norm=True)
 

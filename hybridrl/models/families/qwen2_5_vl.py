@@ -53,7 +53,6 @@ OTHER_NAMES = {"in_chans": "in_channels", "spatial_patch_size": "patch_size"}
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes of the decoder and of the vision tower."""
     require(hf_config, "attention_bias", True, (True,))  # as in Qwen2.5, of three projections
     sizes = decoder_shape(hf_config, qkv_bias=True)
     if sizes.head_dim * sizes.num_heads != sizes.hidden_size:  # transformers has no `head_dim`

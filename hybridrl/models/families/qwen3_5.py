@@ -63,7 +63,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def hybrid_shape(hf_config: HfConfig, moe: MoeShape | None = None) -> ModelShape:
-    """Reads the sizes of a model with gated delta nets and gated attention."""
     require(hf_config, "attention_bias", False, (False,))
     require(hf_config, "attn_output_gate", True, (True,))
     # Engines keep states in this type.
@@ -91,7 +90,6 @@ def layer_kinds(hf_config: HfConfig) -> list[str]:
 
 
 def delta_shape(hf_config: HfConfig, kinds: list[str]) -> DeltaShape:
-    """Reads the sizes of the gated delta nets."""
     key_heads = size(hf_config, "linear_num_key_heads")
     value_heads = size(hf_config, "linear_num_value_heads")
     if value_heads % key_heads:

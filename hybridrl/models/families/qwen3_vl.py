@@ -54,14 +54,12 @@ VISION_DEFAULTS = {
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes of the decoder and of the vision tower."""
     require(hf_config, "attention_bias", False, (False,))
     sizes = decoder_shape(hf_config, qk_norm=True, default_head_dim=128, default_kv_heads=32)
     return with_tower(hf_config, sizes, "qwen3_vl")
 
 
 def with_tower(hf_config: HfConfig, sizes: ModelShape, kind: str) -> ModelShape:
-    """Adds the vision tower to the sizes of a decoder."""
     whole = wrapper_of(hf_config)
     config = vision_config(whole, VISION_DEFAULTS, ("hidden_act", "rope_parameters"))
     key = "deepstack_visual_indexes"

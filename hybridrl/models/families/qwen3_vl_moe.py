@@ -30,7 +30,6 @@ DEFAULTS = {
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes of the decoder and of the vision tower."""
     require(hf_config, "attention_bias", False, (False,))
     # transformers always normalizes the weights of a token's experts.
     require(hf_config, "norm_topk_prob", True, (True,))

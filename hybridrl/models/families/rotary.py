@@ -132,7 +132,6 @@ def _written_kind(rope: Mapping[str, Any]) -> Any:
 
 
 def rope_kind(rope: Mapping[str, Any]) -> Any:
-    """Returns the current name of the kind of scaling."""
     kind = _written_kind(rope)
     return OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
 
@@ -192,7 +191,6 @@ def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
 def _share(
     hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, default_share: float | None
 ) -> float:
-    """Reads the share of each head that rotates from the config or its rotary parameters."""
     share = default_share or 1.0
     for holder, where in ((hf_config, ""), (rope, f"{prefix}.")):
         partial = holder.get("partial_rotary_factor")

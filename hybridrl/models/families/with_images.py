@@ -68,7 +68,6 @@ def vision_size(config: Mapping[str, Any], key: str) -> int:
 
 
 def layers_below(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Reads a list of the tower's layers."""
     depth, found = vision_size(config, "depth"), config[key]
     is_list = isinstance(found, list | tuple)
     if not is_list or not all(type(one) is int and 0 <= one < depth for one in found):
@@ -114,18 +113,15 @@ def vision_shape(
 
 
 def linear(tensors: Tensors, name: str, outputs: int, inputs: int) -> None:
-    """Adds the weight and the bias of a linear layer."""
     tensors[f"{name}.weight"], tensors[f"{name}.bias"] = (outputs, inputs), (outputs,)
 
 
 def patch_shape(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of the weight of the layer that embeds patches."""
     keys = ("hidden_size", "in_channels", "temporal_patch_size", "patch_size", "patch_size")
     return tuple(vision_size(config, key) for key in keys)
 
 
 def tower_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns one row of the weight table for each tensor of the tower."""
     vision = shape.vision
     assert vision is not None
     return tuple(_row(*one) for one in vision.tensors.items())

@@ -166,7 +166,6 @@ def check_values(hf_config: Mapping[str, Any]) -> None:
 
 
 def end_tokens_of(hf_config: Mapping[str, Any]) -> list[Any]:
-    """Returns the end tokens that a config names: one, several or none."""
     named = hf_config.get("eos_token_id")
     return [one for one in (named if isinstance(named, list) else [named]) if one is not None]
 

@@ -69,7 +69,6 @@ def write_side_files(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copies the tokenizer files of an HF directory."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and file.name != GENERATION_FILE:

@@ -42,7 +42,6 @@ class StackPlace(NamedTuple):
 
 
 def transposed(stack: Shape) -> Shape:
-    """Returns the shape of a stack of transposed matrices."""
     return (stack[0], *stack[:0:-1])
 
 

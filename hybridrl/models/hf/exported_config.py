@@ -91,7 +91,6 @@ def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | N
 
 
 def _read(folder: Path | None, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file, or an empty dict if the file is missing or invalid."""
     if folder is None:
         return {}
     try:

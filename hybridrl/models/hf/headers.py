@@ -110,7 +110,6 @@ class HfHeaders:
         self._join_quantized()
 
     def _rename(self, stored: str, name: str) -> None:
-        """Gives a tensor another name than in its file."""
         if name in self.shapes:
             raise self._error(name, f"two tensors, also {stored}", "one tensor")
         self.stored_names[name] = stored
@@ -154,7 +153,6 @@ class HfHeaders:
             )
 
     def _are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors contain the same numbers; compares them in pieces."""
         if self.shapes[one] != self.shapes[other]:
             return False
         if self.dtype_names[one] != self.dtype_names[other]:
@@ -245,7 +243,6 @@ class HfHeaders:
                 self.dtype_names[name] = TORCH_NAMES[dtype]
 
     def _divide_stacks(self, shapes: Mapping[str, Shape]) -> None:
-        """Replaces stacks of experts by the matrices that the weight table names."""
         missing = {name: shape for name, shape in shapes.items() if name not in self.shapes}
         places, stacks = expert_stacks(
             missing, lambda stack, plain: self.shapes.get(stack) == transposed(plain) != plain
@@ -290,7 +287,6 @@ class HfHeaders:
 
 
 def _other_weights(directory: Path) -> tuple[str, str]:
-    """Describes a directory's weights in other formats, and suggests a remedy."""
     files = sorted(file for end in OTHER_WEIGHTS for file in directory.glob(f"*{end}"))
     if not files:
         return "no weights", "Point model.path at an HF directory with safetensors weights."

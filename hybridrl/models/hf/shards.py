@@ -53,7 +53,6 @@ _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """Returns a view of the elements of `tensor` in `box`."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
@@ -73,7 +72,6 @@ class HfCheckpoint(HfHeaders):
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Data type of each tensor, by name."""
         return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
 
 
@@ -426,7 +424,6 @@ class HfWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor; see `HfPlaces.write`."""
         self.wrote(self._places.write(self.partial, name, tensor))
 
     def wrote(self, names: Collection[str]) -> None:

@@ -45,14 +45,12 @@ class StoredSlice:
         return ((self.index, self.index + 1), *(box[::-1] if self.is_transposed else box))
 
     def shape(self, shape: Shape, num_slices: int) -> Shape:
-        """Returns the shape of the stored tensor, given the slice's shape."""
         if self.index is None:
             return shape
         return (num_slices, *(shape[::-1] if self.is_transposed else shape))
 
 
 def stored_name(hf: str) -> str:
-    """Returns the name of the stored tensor that contains an HF coordinate."""
     return StoredSlice.of(hf).name
 
 

@@ -67,7 +67,6 @@ def checkpoint_tensors(
 
 
 def _slices(family: Family, hf_config: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
-    """Returns the slices of each tensor that stacks experts in files: name, is transposed."""
     shape, found = family.shape(hf_config), dict[str, list[tuple[str, bool]]]()
     for row in family.rows(shape):
         for layer in row.layers_of(shape) if row.num_experts else ():
@@ -102,7 +101,6 @@ def _sliced(
 
 
 def _expert_rows(family: Family, hf_config: Mapping[str, Any]) -> tuple[Row, Row]:
-    """Returns the rows for the gate-and-up and down projections of a family's experts."""
     own = base_of(family).rows(family.shape(hf_config))
     rows = {row.kind: row for row in own if row.num_experts}
     if not {"gate_up", "row"} <= rows.keys():

@@ -201,7 +201,6 @@ def _with_adapters(base: type) -> type:
             return (self.with_lora(hidden, output) if self.lora_is_on else output), bias
 
         def with_lora(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-            """Returns the output plus s B A x, where x is `hidden`."""
             inner = torch.nn.functional.linear(hidden, self.lora_a)
             if self.lora_group is not None and self.lora_is_row:
                 inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.lora_group)

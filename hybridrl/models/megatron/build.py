@@ -267,7 +267,6 @@ def build_chunks(
 
 
 def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
-    """Returns the scales, with the embedding factor rounded to `dtype` if the model requires it."""
     if not scales.is_rounded:
         return scales
     return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
@@ -349,7 +348,6 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Returns this rank's parameters by local name."""
     return {
         f"{index}/{name}": parameter
         for index, chunk in enumerate(chunks)

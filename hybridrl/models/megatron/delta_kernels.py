@@ -103,7 +103,6 @@ def kernel_rule(
 def _kernel_fault(
     sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns why the kernels cannot be used on this device, or None."""
     if (unsupported := ops.delta_rule_fault(sizes.key_dim, sizes.value_dim, dtype)) is not None:
         return unsupported
     try:
@@ -133,7 +132,6 @@ def gradient_fault(
 def convolution_fault(
     sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Compares the kernels of the convolution with torch; see `gradient_fault`."""
     generator, lengths = torch.Generator().manual_seed(1), CHECKED_LENGTHS[:4]
     channels, num_before = sizes.convolved // tp, sizes.kernel - 1
     shapes = (
@@ -176,7 +174,6 @@ def convolution_fault(
 def _results(
     rule: DeltaRule, sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Returns outputs, final states and gradients of a rule for fixed inputs, by name, in fp32."""
     generator = torch.Generator().manual_seed(0)
     num_tokens, keys, values = sum(CHECKED_LENGTHS), sizes.key_heads // tp, sizes.value_heads // tp
 

@@ -191,12 +191,10 @@ class Recurrence:
 
     @cached_property
     def history(self) -> History:
-        """Inputs of the convolution in torch."""
         return History.of(self._spans, self._kernel, self._device)
 
     @cached_property
     def places(self) -> Places:
-        """Inputs of the convolution's kernels."""
         return Places.of(self._spans, self._kernel, self._device)
 
 
@@ -413,7 +411,6 @@ def _adapted(parts: dict[str, int], rows: list[int]) -> dict[str, int]:
 
 
 def set_rule(chunks: Iterable[torch.nn.Module], rule: DeltaRule, has_kernels: bool) -> None:
-    """Sets the implementation of all gated delta nets of a model."""
     for chunk in chunks:
         for part in chunk.modules():
             if isinstance(part, GatedDeltaNet):

@@ -76,7 +76,6 @@ class Sequences:
 
     @cached_property
     def rows(self) -> list[Rows]:
-        """All sequences as rows, by length."""
         by_size: dict[int, list[int]] = {}
         for number, length in enumerate(self.lengths):
             by_size.setdefault((length - 1).bit_length(), []).append(number)
@@ -94,7 +93,6 @@ class Sequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks of all sequences."""
         starts = [range(a, b, DELTA_CHUNK) for a, b in pairwise(self.starts)]
         first = (0, *accumulate(len(one) for one in starts))
         start_C = torch.tensor([start for one in starts for start in one], dtype=torch.int32)
@@ -204,7 +202,6 @@ def of_length_1(heads: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in fp32, or in fp64 if it is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

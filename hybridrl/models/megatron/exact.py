@@ -104,7 +104,6 @@ def _linear(
     tp_group: dist.ProcessGroup | None,
     **_: Any,
 ) -> torch.Tensor:
-    """Takes the place of Megatron's product, with the same communication."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -115,7 +114,6 @@ def _linear(
 def _feed_forward(
     mlp: MLP, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Takes the place of the `forward` of Megatron's gated feed-forward layer."""
     widened, bias = mlp.linear_fc1(hidden_states)
     output, output_bias = mlp.linear_fc2(_activated(widened, bias))
     return output, output_bias

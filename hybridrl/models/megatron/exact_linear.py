@@ -10,7 +10,6 @@ from hybridrl import ops
 
 
 def multiply(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """Returns x @ weight.T + bias, (..., N)."""
     found: torch.Tensor = Linear.apply(x, weight_NK, bias_N)
     return found
 

@@ -134,7 +134,6 @@ def _split(splits: Sequence[int], *tensors: torch.Tensor) -> zip[tuple[torch.Ten
 
 
 def _parts(num_projections: int, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """Returns the columns of each projection for every tensor."""
     return [tensor.chunk(num_projections, dim=1) for tensor in tensors]
 
 

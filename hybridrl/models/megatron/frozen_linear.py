@@ -102,7 +102,6 @@ def frozen_linear(linear: Any, group: dist.ProcessGroup | None) -> FrozenLinear 
 
 
 def _norm(linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns transformer-engine's norm with the parameters of its norm and linear layer."""
     from transformer_engine.pytorch import LayerNorm, RMSNorm
 
     kind = RMSNorm if linear.normalization == "RMSNorm" else LayerNorm
@@ -197,13 +196,11 @@ def one_matrix(b: torch.Tensor, places: Places, outputs: int, inputs: int) -> to
 
 
 def scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns scale * left @ right."""
     unused = left.new_empty(1)  # with beta=0, addmm does not read it
     return torch.addmm(unused, left, right, beta=0, alpha=scale)
 
 
 def gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the rows of all ranks."""
     found = part.new_empty(group.size() * part.size(0), *part.shape[1:])
     dist.all_gather_into_tensor(found, part.contiguous(), group=group)
     return found

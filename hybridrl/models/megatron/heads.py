@@ -186,7 +186,6 @@ class _ChosenLogits(torch.autograd.Function):
 
 
 def _padded(grad_shard: torch.Tensor | None, weight_VD: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient, padded with zeros for the vocabulary's padding."""
     if grad_shard is None:
         return None
     missing = weight_VD.size(0) - grad_shard.size(0)
@@ -432,7 +431,6 @@ class LanguageModel(PackedModel):
         return predictor.loss_of(logp_S.index_select(0, rows_N), is_target_N)
 
     def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
-        """Returns the `num_top` most likely tokens over all shards, (N, num_top) int64."""
         group = self.pg_collection.tp
         start = group.rank() * self.output_weight().size(0)
         logits_NK, columns_NK = ops.vocab_top(hidden_ND, shard_VD, self.num_top)

@@ -58,7 +58,6 @@ class ImageInputs(ExtraInputs):
 
     @cached_property
     def processor(self) -> ImageProcessor:
-        """Prepares images for the tower."""
         if self._directory is None:
             raise ModelError("the model's directory", MISSING, "processor files", "Name one.")
         rule = Preprocessing.read(self._directory, self._vision)
@@ -162,7 +161,6 @@ class _LateGradients(torch.autograd.Function):
 
 
 def add_deepstack(layers: Sequence[torch.nn.Module], vision: VisionShape) -> None:
-    """Makes the first layers of the first stage add the images' features to their outputs."""
     for index in range(vision.deepstack_layers):
         layers[index].register_forward_hook(partial(_add, index), with_kwargs=True)
 
@@ -170,7 +168,6 @@ def add_deepstack(layers: Sequence[torch.nn.Module], vision: VisionShape) -> Non
 def _add(
     index: int, _: torch.nn.Module, __: Any, kwargs: dict[str, Any], output: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...] | None:
-    """Forward hook of decoder layer `index`."""
     packed = kwargs.get("packed_seq_params")
     added = None if packed is None else packed.model_inputs.get(DEEPSTACK)
     if added is None:

@@ -117,7 +117,6 @@ def choose_layers(
 def _transformer_engine_fault(
     family: Family, dtype: torch.dtype, platform: Platform, torch_only: str
 ) -> str | None:
-    """Returns the reason why transformer-engine's layers cannot be used, or None."""
     if family.layer_spec is not None:
         return f"family {family.name} has its own layer_spec"
     if torch_only:

@@ -94,7 +94,6 @@ class NextTokenLayer(MegatronModule):
         return normed
 
     def _embedded(self, tokens_S: torch.Tensor, embedding_VD: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of tokens, (S, D), whose rows the ranks of the group hold."""
         rows_S = tokens_S - self.group.rank() * embedding_VD.size(0)
         is_own_S = (rows_S >= 0) & (rows_S < embedding_VD.size(0))
         found_SD = embedding_VD[rows_S * is_own_S] * is_own_S[:, None]
@@ -128,6 +127,5 @@ def target_rows(
 
 
 def next_token_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[NextTokenLayer]:
-    """Yields the layer in a model's chunks on this rank, if there is one."""
     for chunk in chunks:
         yield from (part for part in chunk.modules() if isinstance(part, NextTokenLayer))

@@ -68,7 +68,6 @@ class RotaryRows(NamedTuple):
 
 
 def rotary_table(angles_LF: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns cosines, then sines, of fp32 angles, rounded to a type."""
     return torch.cat((angles_LF.cos(), angles_LF.sin()), 1).to(dtype)
 
 

@@ -72,7 +72,6 @@ class PostNorm(MegatronModule):
         self.weight: torch.nn.Parameter = norm.weight
 
     def forward(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns the output with its bias, normalised."""
         whole = output if bias is None else output + bias
         eps, is_centered = self.config.layernorm_epsilon, self.config.layernorm_zero_centered_gamma
         return rms_norm(whole, self.weight, eps, is_centered)

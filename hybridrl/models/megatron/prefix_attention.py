@@ -282,7 +282,6 @@ class TorchKernel:
         return query, key, value
 
     def _logits(self, query_QNH: torch.Tensor, key_KGH: torch.Tensor, call: Call) -> torch.Tensor:
-        """Returns the logits of one sequence, (N, Q, K), fp32 or wider."""
         wide = torch.promote_types(query_QNH.dtype, torch.float32)
         key_NKH = _per_head(key_KGH, query_QNH.size(1)).to(wide)
         logits = query_QNH.transpose(0, 1).to(wide) @ key_NKH.transpose(1, 2) * self.scale

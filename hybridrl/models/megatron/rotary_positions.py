@@ -125,7 +125,6 @@ class AnglesOfThree(torch.nn.Module):
         self._axis_F = axis_F.to(frequencies.device)
 
     def forward(self, position_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns the angles, (S, B, 1, 2 F), for positions (3, B, S)."""
         position_SBF = position_ids.permute(2, 1, 0).float()[..., self._axis_F]
         angles_SBF = position_SBF * self.inv_freq
         return torch.cat((angles_SBF, angles_SBF), -1)[:, :, None]

@@ -132,7 +132,6 @@ class Router(TopKRouter):
         return scores_TE / scores_TE.sum(-1, keepdim=True)
 
     def _loss(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> Tensor | None:
-        """Returns the auxiliary losses for this rank's tokens in the micro-batch, or None."""
         loss: Tensor | None = None
         if self.aux_loss:
             # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts per token: E *
@@ -151,7 +150,6 @@ class Router(TopKRouter):
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
-    """Yields the routers in a model's chunks on this rank."""
     for chunk in chunks:
         yield from (part for part in chunk.modules() if isinstance(part, Router))
 

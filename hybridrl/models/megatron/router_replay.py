@@ -43,7 +43,6 @@ class RoutedExperts:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor]) -> RoutedExperts | None:
-        """Returns the recorded experts in a micro-batch's model inputs, or None."""
         if ROUTED_EXPERTS not in inputs:
             return None
         return RoutedExperts(inputs[ROUTED_EXPERTS], inputs[_IS_ROUTED], inputs[PREDICTS])
@@ -140,7 +139,6 @@ class Counted(NamedTuple):
 
     @staticmethod
     def of(replay: Replay, predicts_T: Tensor, is_token_T: Tensor) -> Counted:
-        """Counts one call of a router."""
         is_replayed_T = predicts_T & replay.is_routed_T
         return Counted(
             predicts_T.sum(),

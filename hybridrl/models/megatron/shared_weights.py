@@ -96,7 +96,6 @@ def take_weights(
 
 
 def _like(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    """Returns a parameter of the same shape and with the same attributes, which is zero."""
     found = torch.nn.Parameter(
         torch.zeros_like(parameter, device=device), requires_grad=parameter.requires_grad
     )

@@ -17,7 +17,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def submodules_of(part: Any) -> Any:
-    """Returns a part's submodules: the object itself, not a copy."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 

@@ -107,7 +107,6 @@ def choose_calls(shape: ModelShape, tp: int, cp: int, device: torch.device) -> C
 def _cudnn_fault(
     num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> str | None:
-    """Returns why cuDNN cannot attend in two calls on this device, or None."""
     try:
         return gradient_fault(
             CudnnKernel(head_dim**-0.5), num_heads, num_kv_heads, head_dim, device

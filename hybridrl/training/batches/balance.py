@@ -74,7 +74,6 @@ def schedule(
 
 
 def schedule_hash(found: Schedule) -> str:
-    """Returns a short hash of a schedule, which ranks compare with one another."""
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
@@ -107,7 +106,6 @@ def _assign_within_budget(
 def _spread(
     packs: list[tuple[int, ...]], costs: Sequence[int], num_packs: int
 ) -> list[tuple[int, ...]]:
-    """Splits the costliest packs in two until there are `num_packs`, or no pack can be split."""
     single = [members for members in packs if len(members) == 1]
     several = [(-sum(costs[i] for i in members), members) for members in packs if len(members) > 1]
     heapq.heapify(several)

@@ -278,7 +278,6 @@ class BatchPlanner:
         return schedule(inputs)
 
     def _branches(self, batch: RolloutBatch) -> Branches | None:
-        """Returns the branches of a batch; None if its sequences share no branches."""
         columns = (batch.sequence_B, batch.branch_of_B, batch.branch_tokens_B, batch.context_B)
         if not self.shares_branches or any(column is None for column in columns):
             return None

@@ -151,7 +151,6 @@ class BranchUnit:
 
     @property
     def tokens(self) -> int:
-        """Number of positions that the unit occupies."""
         return sum(self.own)
 
     @property
@@ -203,7 +202,6 @@ class BranchGroup:
         return [*units, self._unit(members, shared)]
 
     def even_units(self, most: int, most_key_rows: int) -> list[BranchUnit]:
-        """Returns `filled_units`: sequences that continue each other stay together."""
         return self.filled_units(most, most_key_rows)
 
     def _own(self, row: int, shared: int) -> int:

@@ -104,7 +104,6 @@ def _position_rows(
 
 
 def _packed_blobs(batch: RolloutBatch, index_B: Tensor, laid: _Layout) -> dict[str, ModelTensor]:
-    """Returns the blobs of a micro-batch's samples, packed like its tokens."""
     found: dict[str, ModelTensor] = {}
     places, total = batch.places_of(index_B), len(laid.positions_S)
     for name, blob in batch.blobs.items():

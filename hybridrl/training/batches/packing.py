@@ -30,7 +30,6 @@ class PackedBounds:
 
     @property
     def total(self) -> int:
-        """Number of positions in the micro-batch."""
         return self.cu_seqlens[-1]
 
 

@@ -50,7 +50,6 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """Number of positions that the unit occupies."""
         return self.prefix + sum(length - self.prefix for length in self.lengths)
 
     @property
@@ -109,7 +108,6 @@ class ScheduleInputs:
     branches: Branches | None = None
 
     def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
-        """Returns the inputs for a subset of the samples, as one mini-batch."""
         shared = self.prompt_lengths
         return replace(
             self,
@@ -171,7 +169,6 @@ def shared_tokens(
 
 
 def _schedule_part(inputs: ScheduleInputs) -> Schedule:
-    """Assigns the samples of one mini-batch."""
     lengths, attention = inputs.lengths, inputs.attention_length
     given = inputs.num_ranks, inputs.token_budget, inputs.multiple
     if inputs.prompt_lengths is None and inputs.branches is None:
@@ -216,7 +213,6 @@ def make_units(
 
 
 def _by_key(keys: Sequence[int]) -> list[list[int]]:
-    """Returns the indices of samples with equal keys."""
     found: dict[int, list[int]] = {}
     for sample, key in enumerate(keys):
         found.setdefault(key, []).append(sample)
