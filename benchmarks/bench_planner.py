@@ -19,29 +19,19 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from case_record import command_of, commit
-from paper_models import deepseek_v3, engine_parts, qwen3_235b_a22b, train_layouts
 
 from hybridrl.hybrid_engine.planning.assign import assign
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
-from hybridrl.models.family import ModelShape, read_model, resolve_family
-from hybridrl.models.weights import (
-    RankLayout,
-    fused_layout,
-    fused_layouts,
-    megatron_layout,
-    megatron_layouts,
-)
+from hybridrl.models.family import read_model
+from hybridrl.models.weights import RankLayout, fused_layouts, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout
 
 ITEMSIZE = 2
@@ -52,69 +42,41 @@ LINK_GB_PER_S = 345.0  # NVLink of an H200, measured with send and receive
 Layouts = tuple[list[RankLayout], list[RankLayout]]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A model, how it trains and generates, and how many seconds planning may take."""
 
     name: str
-    world_size: int
+    model: Path
+    train: TrainLayout
+    rollout_tp: int
+    rollout_ep: int
     limit_s: float
-    layouts: Callable[[], Layouts]
 
 
-def dense(train: TrainLayout, tp: int) -> Layouts:
-    """Returns the layouts of Qwen2.5-7B."""
-    family = resolve_family("qwen2", {})
-    shape = ModelShape(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True)
-    sources = [megatron_layout(family, shape, train, rank) for rank in range(train.world_size)]
-    return sources, [fused_layout(family, shape, tp, tp_rank) for tp_rank in range(tp)]
-
-
-def paper(
-    model: Any, train: tuple[int, int, int, int], tp: int, is_expert_parallel: bool
-) -> Layouts:
-    """Returns the layouts of a mixture of experts; `train` is world size, TP, PP and EP."""
-    described = model()
-    return train_layouts(described, *train), engine_parts(described, tp, is_expert_parallel)
-
-
-def of_family(name: str, train: TrainLayout, tp: int, ep: int) -> Layouts:
-    """Returns the layouts of a model in benchmarks/models by the family's own table."""
-    content = json.loads((Path(__file__).parent / "models" / f"{name}.json").read_text())
-    family, shape = read_model(None, content)
+def layouts(model: Path, train: TrainLayout, tp: int, ep: int) -> Layouts:
+    """Returns the layouts of training and engine ranks for a config.json."""
+    family, shape = read_model(None, json.loads(model.read_text()))
     return megatron_layouts(family, shape, train), fused_layouts(family, shape, tp, ep)
 
 
-QWEN3 = (256, 4, 8, 8)
-DEEPSEEK = (1024, 8, 16, 32)
+ROOT = Path(__file__).parents[1]
+DENSE = ROOT / "benchmarks" / "models" / "qwen2.5-7b.json"
+QWEN3 = ROOT / "examples" / "recipes" / "models" / "qwen3-235b-a22b" / "config.json"
+DEEPSEEK = ROOT / "benchmarks" / "models" / "deepseek-v3.json"
+QWEN3_TRAIN = TrainLayout(256, tp=4, pp=8, ep=8)
+DEEPSEEK_TRAIN = TrainLayout(1024, tp=8, pp=16, ep=32)
 CASES = (
-    Case("Qwen2.5-7B TP4 PP2 -> TP2", 8, 1, partial(dense, TrainLayout(8, tp=4, pp=2), 2)),
-    Case("Qwen2.5-7B TP2 PP2 DP2 -> TP4", 8, 1, partial(dense, TrainLayout(8, tp=2, pp=2), 4)),
+    Case("Qwen2.5-7B TP4 PP2 -> TP2", DENSE, TrainLayout(8, tp=4, pp=2), 2, 1, 1),
+    Case("Qwen2.5-7B TP2 PP2 DP2 -> TP4", DENSE, TrainLayout(8, tp=2, pp=2), 4, 1, 1),
+    Case("Qwen3-235B-A22B TP4 PP8 EP8 -> TP8 EP8", QWEN3, QWEN3_TRAIN, 8, 8, 10),
+    Case("Qwen3-235B-A22B TP4 PP8 EP8 -> TP4 EP4", QWEN3, QWEN3_TRAIN, 4, 4, 10),
+    Case("Qwen3-235B-A22B TP4 PP8 EP8 -> TP8", QWEN3, QWEN3_TRAIN, 8, 1, 10),
+    Case("DeepSeek-V3 TP8 PP16 EP32 -> TP16 EP16", DEEPSEEK, DEEPSEEK_TRAIN, 16, 16, 60),
+    Case("DeepSeek-V3 TP8 PP16 EP32 -> TP16", DEEPSEEK, DEEPSEEK_TRAIN, 16, 1, 60),
     Case(
-        "Qwen3-235B-A22B TP4 PP8 EP8 -> TP8 EP8", 256, 10,
-        partial(paper, qwen3_235b_a22b, QWEN3, 8, True),
+        "DeepSeek-V3 TP8 EP128 -> TP32 EP32", DEEPSEEK, TrainLayout(1024, tp=8, ep=128), 32, 32, 25
     ),
-    Case(
-        "Qwen3-235B-A22B TP4 PP8 EP8 -> TP4 EP4", 256, 10,
-        partial(paper, qwen3_235b_a22b, QWEN3, 4, True),
-    ),
-    Case(
-        "Qwen3-235B-A22B TP4 PP8 EP8 -> TP8", 256, 10,
-        partial(paper, qwen3_235b_a22b, QWEN3, 8, False),
-    ),
-    Case(
-        "DeepSeek-V3 TP8 PP16 EP32 -> TP16 EP16", 1024, 60,
-        partial(paper, deepseek_v3, DEEPSEEK, 16, True),
-    ),
-    Case(
-        "DeepSeek-V3 TP8 PP16 EP32 -> TP16", 1024, 60,
-        partial(paper, deepseek_v3, DEEPSEEK, 16, False),
-    ),
-    Case(
-        "DeepSeek-V3 by its family TP8 EP128 -> TP32 EP32", 1024, 25,
-        partial(of_family, "deepseek-v3", TrainLayout(1024, tp=8, ep=128), 32, 32),
-    ),
-)  # fmt: skip
+)
 
 
 def planned(sources: list[RankLayout], parts: list[RankLayout]) -> tuple[Plan, list[RankLayout]]:
@@ -129,9 +91,9 @@ def planned(sources: list[RankLayout], parts: list[RankLayout]) -> tuple[Plan, l
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Proves, times and predicts one case."""
-    sources, parts = case.layouts()
+    sources, parts = layouts(case.model, case.train, case.rollout_tp, case.rollout_ep)
     plan, targets = planned(sources, parts)
-    last = case.world_size - 1
+    last = case.train.world_size - 1
     prove(plan, sources, targets, ranks=sorted({0, last // 3, last}))
     wall, cpu = [], []
     for _ in range(repeats):
@@ -139,7 +101,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         planned(sources, parts)
         wall.append(time.perf_counter() - start[0])
         cpu.append(time.process_time() - start[1])
-    nodes = case.world_size // GPUS_PER_NODE
+    nodes = case.train.world_size // GPUS_PER_NODE
     cluster = Cluster(
         nodes=nodes, gpus_per_node=GPUS_PER_NODE, link_gb_per_s=LINK_GB_PER_S, **NETWORK
     )
@@ -147,7 +109,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     rounded = {key: round(value, 3) for key, value in found.items()}
     return {
         "case": case.name,
-        "ranks": case.world_size,
+        "ranks": case.train.world_size,
         "nodes": nodes,
         "planning_s": {"median": round(statistics.median(wall), 3), "max": round(max(wall), 3)},
         "planning_cpu_s": round(statistics.median(cpu), 3),
