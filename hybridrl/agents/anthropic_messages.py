@@ -70,7 +70,6 @@ class Messages:
         )
 
     def conversation(self, body: Mapping[str, Any]) -> Conversation:
-        """Returns the messages and tools of a request."""
         messages: list[Message] = []
         if system := text_of(body.get("system"), "system"):
             messages.append({"role": SYSTEM, "content": system})
@@ -135,7 +134,7 @@ def _messages(given: Any) -> Iterator[Message]:
 
 
 def _of_user(blocks: Any, where: str) -> Iterator[Message]:
-    """Yields the results of tools in a user's message, then its text."""
+    """Yields the results of tools, then the text."""
     if not isinstance(blocks, list):
         raise malformed(where, blocks, "a text, or a list of blocks")
     texts = []
@@ -185,7 +184,6 @@ def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns a block without its content, and the events that fill it."""
     if block["type"] == "thinking":
         deltas = [
             {"type": "thinking_delta", "thinking": block["thinking"]},

@@ -1,6 +1,4 @@
-"""Requests and answers in one form for all APIs, and the sampling parameters that they may set.
-Does not import torch.
-"""
+"""Requests and answers in one form for all APIs, and their sampling parameters. No torch."""
 
 from __future__ import annotations
 
@@ -74,15 +72,10 @@ class Asked:
     """A request for a turn.
 
     Args:
-        conversation: Messages and tools; None if the client sent token ids.
-        tokens: Token ids that the client sent.
-        max_tokens: Maximum number of tokens that the client wants.
-        stop_strings: Strings that end the turn.
+        conversation, tokens: Messages and tools, or the token ids that the client sent instead.
         stop_token_ids: Tokens that end the turn, in addition to the run's.
         sampling: Parameters that replace those of the run.
         reads_calls: Whether to read tool calls in the turn's text.
-        streams: Whether the client wants server-sent events.
-        model: Name that the client gave the model.
         wants_logprobs, wants_tokens, wants_usage: Whether the answer has log-probabilities, token
             ids, and a last event with the number of tokens.
     """
@@ -108,8 +101,6 @@ class Answer:
     Args:
         number: Name that is unique among answers, without the prefix of an API.
         created_s: Time at which the turn finished, in seconds since 1970.
-        turn: The turn.
-        content, reasoning: Text of the answer and of the reasoning.
         calls: Tool calls in OpenAI's form, with arguments as objects.
         finish: Why the turn ended: STOP, LENGTH or TOOL_CALLS.
         stop_string: Stop string that ended the turn, if any.
@@ -128,19 +119,17 @@ class Answer:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Sampled tokens."""
         return self.turn.completion.tokens
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens that the model received. They are not stored, because answers are kept for
-        clients that repeat a request.
+        """Tokens that the model received; not stored, because answers are kept for repeated
+        requests.
         """
         return self.turn.tokens()[: self.num_prompt]
 
     @property
     def num_prompt(self) -> int:
-        """Number of tokens that the model received."""
         return self.turn.num_tokens - len(self.tokens)
 
     @property
@@ -153,11 +142,7 @@ class Dialect(Protocol):
     """The form of an API's requests, answers and errors."""
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
-        """Returns the request for a turn.
-
-        Raises:
-            BadRequest: The body is malformed, or asks for something that is not allowed.
-        """
+        """Returns the request for a turn. Raises BadRequest if it is malformed or not allowed."""
 
     def answer(self, asked: Asked, answer: Answer) -> dict[str, Any]:
         """Returns the JSON body of an answer."""
@@ -179,8 +164,8 @@ def check_sampling(body: Mapping[str, Any], terms: SamplingTerms) -> OwnSampling
     """Returns the sampling parameters that a request changes.
 
     Raises:
-        BadRequest: The body has a parameter that would sample from another distribution than the
-            run's, or that this endpoint does not support. The message names it.
+        BadRequest: A parameter, which the message names, would sample from another distribution
+            than the run's, or is not supported.
     """
     for name, allowed in WITHOUT_EFFECT.items():
         value = body.get(name)
@@ -206,19 +191,16 @@ def check_sampling(body: Mapping[str, Any], terms: SamplingTerms) -> OwnSampling
 
 
 def refused(name: str, value: Any, allowed: str) -> BadRequest:
-    """Returns the error for a parameter that is not allowed."""
     return BadRequest(
         f"{name}: got {short(value)}; allowed: {allowed}. {NOT_ALLOWED}", name, "not_allowed"
     )
 
 
 def malformed(name: str, value: Any, allowed: str) -> BadRequest:
-    """Returns the error for a field with a wrong type or value."""
     return BadRequest(f"{name}: got {short(value)}; allowed: {allowed}.", name, "invalid_value")
 
 
 def stop_strings(body: Mapping[str, Any], name: str, terms: SamplingTerms) -> tuple[str, ...]:
-    """Returns the stop strings in a field of a request."""
     value = body.get(name)
     given = [value] if isinstance(value, str) else value or []
     if not isinstance(given, list) or len(given) > MAX_STOPS:
@@ -231,7 +213,7 @@ def stop_strings(body: Mapping[str, Any], name: str, terms: SamplingTerms) -> tu
 
 
 def object_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the object in a field of a request; empty if the field is not set."""
+    """Returns the object in a field; empty if the field is not set."""
     found = body.get(name)
     if not isinstance(found, (dict, type(None))):
         raise malformed(name, found, "an object")
@@ -239,11 +221,7 @@ def object_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def list_in(body: Mapping[str, Any], name: str, where: str = "") -> list[Any]:
-    """Returns the list in a field of a request; empty if the field is not set.
-
-    Args:
-        where: Name of the field for messages, if it is not `name`.
-    """
+    """Returns the list in a field, empty if not set; `where` names the field in messages."""
     found = body.get(name)
     if not isinstance(found, (list, type(None))):
         raise malformed(where or name, found, "a list")
@@ -263,7 +241,6 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def template_arguments(body: Mapping[str, Any], effort: Any = None) -> dict[str, Any]:
-    """Returns the arguments of the chat template that a request sets."""
     found = object_in(body, "chat_template_kwargs")
     if wrong := _OF_RENDERING & found.keys():
         name = f"chat_template_kwargs.{min(wrong)}"
@@ -272,10 +249,8 @@ def template_arguments(body: Mapping[str, Any], effort: Any = None) -> dict[str,
 
 
 def text_of(content: Any, where: str) -> str:
-    """Returns the text of a message's content: a text, or a list of parts with text.
-
-    Raises:
-        BadRequest: The content has a part that is not text.
+    """Returns the text of a message's content, a text or a list of parts. Raises BadRequest for
+    others.
     """
     if content is None:
         return ""
@@ -299,11 +274,7 @@ def text_of(content: Any, where: str) -> str:
 
 
 def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns tools in OpenAI's form.
-
-    Raises:
-        BadRequest: A tool is not a function.
-    """
+    """Returns tools in OpenAI's form. Raises BadRequest if one is not a function."""
     found = list_in({"tools": given}, "tools")
     return tuple(_tool(tool, place) for place, tool in enumerate(found))
 
@@ -328,10 +299,8 @@ def _tool(tool: Any, place: int) -> dict[str, Any]:
 
 
 def reads_calls(body: Mapping[str, Any], choice: Any) -> bool:
-    """Whether a request offers tools that the model may call.
-
-    Raises:
-        BadRequest: The request forces a call.
+    """Whether a request offers tools that the model may call. Raises BadRequest if it forces a
+    call.
     """
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):

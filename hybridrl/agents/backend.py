@@ -38,12 +38,8 @@ class TurnRequest:
         sample_key: Number that `Sessions.open` received for the session.
         turn: Number of turns that the session requested earlier; with `sample_key`, it determines
             the seed.
-        tokens: Token ids that the model receives.
-        max_new_tokens: Maximum number of sampled tokens.
         stop_token_ids: Tokens that end the turn, in addition to the run's end tokens.
-        stop_strings: Strings that end the turn.
-        temperature, top_p: Values that replace those of the run; None keeps the run's value. Set
-            only if the backend's terms allow it.
+        temperature, top_p: Values that replace those of the run, if the backend's terms allow it.
         blobs: Blobs recorded for a prefix of `tokens`.
     """
 
@@ -65,7 +61,6 @@ class SamplingTerms:
     """Sampling parameters of a run, and what a client may change.
 
     Args:
-        temperature, top_p, top_k: Parameters of the run.
         max_context: Maximum number of tokens in a prompt and its completion.
         may_differ: Whether clients may choose another temperature and top_p. False in training,
             which needs samples of the run's own distribution.
@@ -100,9 +95,7 @@ class TurnBackend(Protocol):
         """Number of turns that were submitted and have no result yet."""
 
     def submit(self, request: TurnRequest) -> Future[Completion]:
-        """Queues a turn. The future raises TurnAborted or BackendClosed if the turn does not
-        finish.
-        """
+        """Queues a turn. The future may raise TurnAborted or BackendClosed."""
 
     def abort(self, request_id: int) -> None:
         """Stops a turn; does nothing if it is finished or unknown."""
@@ -110,12 +103,7 @@ class TurnBackend(Protocol):
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Changes since the last `TurnQueue.take`.
-
-    Args:
-        requests: New turns, in order of arrival.
-        aborted: Numbers of turns that `take` returned earlier and that must be stopped.
-    """
+    """Changes since the last `TurnQueue.take`; `aborted` are turns that it returned earlier."""
 
     requests: tuple[TurnRequest, ...] = ()
     aborted: tuple[int, ...] = ()
@@ -126,9 +114,6 @@ class Arrivals:
 
 class TurnQueue:
     """Implements `TurnBackend` for a rank whose own loop steps the engine.
-
-    Args:
-        terms: Sampling parameters, and what a client may change.
 
     Attributes:
         is_asleep: Set by the rank's loop while its engine cannot generate.
@@ -174,15 +159,14 @@ class TurnQueue:
         future.set_exception(TurnAborted(f"turn {request_id} was aborted"))
 
     def take(self) -> Arrivals:
-        """Returns the changes since the last call."""
         with self._arrived:
             found = Arrivals(tuple(self._new.values()), tuple(self._aborted))
             self._new, self._aborted, self._is_woken = {}, [], False
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until there are changes or `wake` was called after the last `take`. Returns False
-        after `timeout_s` seconds without either.
+        """Waits for changes or `wake` since the last `take`. Returns False after `timeout_s`
+        without.
         """
         with self._arrived:
             return self._arrived.wait_for(

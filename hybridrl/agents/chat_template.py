@@ -47,7 +47,6 @@ class Rendered:
     """Tokens that the model receives after the tokens of an earlier turn.
 
     Args:
-        tokens: Token ids.
         opens_reasoning: Whether the tokens end with an open `<think>`, so that the turn begins
             inside the reasoning.
         num_dropped: Number of tokens at the end of the earlier turn that the template replaces: 1
@@ -64,7 +63,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: Tokenizer with a chat template; used from one thread only.
-        stop_token_ids: Tokens that end a turn.
         arguments: Arguments of the template that the configuration sets.
     """
 
@@ -94,7 +92,6 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Source of the template."""
         return str(self._tokenizer.chat_template)
 
     def is_end(self, token: int) -> bool:
@@ -104,12 +101,10 @@ class ChatTemplate:
     def whole(self, conversation: Conversation, max_tokens: int) -> Rendered:
         """Returns the tokens of a new conversation.
 
-        Args:
-            max_tokens: Maximum number of tokens that the model can receive.
-
         Raises:
             TemplateError: The template rejects the messages.
-            ContextOverflow: The messages are so long that they were not tokenized to their end.
+            ContextOverflow: The messages are so much longer than `max_tokens` that their end was
+                not tokenized.
         """
         text = self.text(conversation, self.prepared(conversation.messages), opens_turn=True)
         tokens = self._encoded(self._encoder.plain, text, max_tokens)
@@ -118,19 +113,14 @@ class ChatTemplate:
     def continuation(
         self, conversation: Conversation, num_known: int, last: int | None, max_tokens: int
     ) -> Rendered | None:
-        """Returns the tokens that follow a turn.
-
-        Args:
-            conversation: All messages, in which message `num_known - 1` is the turn.
-            last: Last token of the turn.
-            max_tokens: Maximum number of tokens that the model can receive.
+        """Returns the tokens that follow a turn, message `num_known - 1`, which ended with token
+        `last`.
 
         Returns:
             None if the template does not render the turn, so that its end cannot be found.
 
         Raises:
-            TemplateError: The template rejects the messages.
-            ContextOverflow: The messages are so long that they were not tokenized to their end.
+            TemplateError, ContextOverflow: See `whole`.
         """
         text = self.text_after(conversation, num_known)
         if text is None:
@@ -148,11 +138,8 @@ class ChatTemplate:
         return Rendered(tokens, _OPENED.search(text) is not None, num_dropped)
 
     def text_after(self, conversation: Conversation, num_known: int) -> str | None:
-        """Returns the text that the template renders after a turn's own text, from its end token
-        on; None if the template does not render the turn.
-
-        Args:
-            num_known: See `continuation`.
+        """Returns the text that the template renders after the turn `num_known - 1`, from its end
+        token on; None if the template does not render the turn.
         """
         messages = self.prepared(conversation.messages)
         before, new = messages[: num_known - 1], messages[num_known:]
@@ -177,13 +164,8 @@ class ChatTemplate:
     def text(
         self, conversation: Conversation, messages: Sequence[Message], opens_turn: bool
     ) -> str:
-        """Renders messages with the conversation's tools and arguments.
-
-        Args:
-            opens_turn: Whether to end with the beginning of the assistant's turn.
-
-        Raises:
-            TemplateError: The template rejects the messages.
+        """Renders messages with the conversation's tools and arguments, and with `opens_turn` the
+        beginning of the assistant's turn. Raises TemplateError if the template rejects them.
         """
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -215,7 +197,6 @@ class ChatTemplate:
         return found
 
     def without_end(self, text: str) -> str:
-        """Returns a text without an end token at its end."""
         for stop in self._stops.values():
             if stop and text.endswith(stop):
                 return text[: -len(stop)]
@@ -234,9 +215,7 @@ class ChatTemplate:
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def _end_of_turn(self, text: str) -> int:
-        """Returns the index at which the last end token in `text` begins, if only white space
-        follows it; otherwise the length of the text without white space at its end.
-        """
+        """Returns where the end token at the end begins, or else the length without white space."""
         for stop in self._stops.values():
             place = text.rfind(stop) if stop else -1
             if place >= 0 and not text[place + len(stop) :].strip():
@@ -244,10 +223,8 @@ class ChatTemplate:
         return len(text.rstrip())
 
     def _harmless(self, value: Any) -> Any:
-        """Returns a copy with a space inserted into each control token.
-
-        Without these spaces, the output of a tool could end the message and begin a message with
-        another role.
+        """Returns a copy with a space inserted into each control token, so that the output of a
+        tool cannot begin a message with another role.
         """
         if isinstance(value, str):
             if self._has_control_start(value) is None:
@@ -291,8 +268,8 @@ class ChatTemplate:
         return False
 
     def _keeps_late_system(self) -> bool:
-        """Whether the template renders a system message where it is in the conversation. Some
-        templates reject it, and some move it to the beginning.
+        """Whether the template renders a system message where it is. Some reject it, and some move
+        it to the beginning.
         """
         turn, late = (
             {"role": ASSISTANT, "content": self._mark},

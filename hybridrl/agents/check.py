@@ -28,7 +28,6 @@ def check_agent(agent: AgentConfig) -> list[UserError]:
 
 
 def check_package() -> list[UserError]:
-    """Returns an error if the package that the endpoint needs is missing."""
     if find_spec("aiohttp") is not None:
         return []
     allowed = "an installed package, which the endpoint for agents needs"
@@ -36,10 +35,8 @@ def check_package() -> list[UserError]:
 
 
 def find_picker(agent: AgentConfig) -> Picker:
-    """Returns the function that chooses the rows of a session.
-
-    Raises:
-        UserError: The function does not exist.
+    """Returns the function that chooses the rows of a session. Raises UserError if it does not
+    exist.
     """
     if agent.rows in PICKERS:
         return PICKERS[agent.rows]

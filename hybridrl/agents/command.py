@@ -48,10 +48,7 @@ class Sandbox(Protocol):
 class Bubblewrap:
     """Runs a program with bubblewrap: other files are read-only, and other processes are hidden.
     The program has no capabilities, with which root could make files writable again. It shares the
-    network, because it must reach the endpoint.
-
-    Raises:
-        UserError: The program bwrap is not installed.
+    network, because it must reach the endpoint. Raises UserError if bwrap is not installed.
     """
 
     def __init__(self) -> None:
@@ -74,11 +71,10 @@ class Bubblewrap:
 
 
 class EpisodeLogs:
-    """Files for the output of agents, in one folder per step. Several processes may use the same
-    folders. A log never fails an episode: output that cannot be written is dropped.
+    """Files for the output of agents, in one folder per step, which several processes may share. A
+    log never fails an episode: output that cannot be written is dropped.
 
     Args:
-        folder: Parent of the folders.
         num_steps: Number of steps whose folders are kept; 0 keeps no output. Folders of later steps
             also remain, which exist if a run was resumed from an earlier step.
     """
@@ -104,14 +100,12 @@ class EpisodeLogs:
         return folder / f"sample_{task.sample}.log"
 
     def _remove_before(self, name: str) -> None:
-        """Removes the folders of steps that are too old beside the step of folder `name`."""
         older = sorted(one for one in self._folder.glob("step_*") if one.name < name)
         for old in older[: max(0, len(older) + 1 - self._num_steps)]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def scrubbed_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that a program inherits, and `more`."""
     kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_")}
     return {**kept, **more}
 
@@ -135,11 +129,8 @@ class CommandRunner:
 
     Args:
         command: Arguments, or one text for /bin/sh.
-        env: Additional environment variables.
-        timeout_s: Time limit of one episode, in seconds of `clocks`.
-        clocks: Clocks that stand still while the agents cannot get answers.
-        logs: Files for the output.
-        sandbox: Wraps the command; None for no sandbox.
+        timeout_s: Time limit of one episode, in seconds of `clocks`, which stand still while agents
+            cannot get answers.
     """
 
     def __init__(
@@ -250,11 +241,7 @@ class CommandRunner:
         stop: threading.Event,
         log: int,
     ) -> bool:
-        """Waits until the program ends or must be ended. Returns whether its time is over.
-
-        Args:
-            log: Descriptor of the file with its output.
-        """
+        """Waits until the program ends or must be ended. Returns whether its time is over."""
         deadline = clock.now() + self._timeout_s
         while not stop.is_set():
             left = deadline - clock.now()
@@ -268,9 +255,7 @@ class CommandRunner:
 
 
 def _opened(log: Path | None) -> tuple[BinaryIO, bool]:
-    """Opens a new log for appending. Returns it, and whether it is a log; otherwise output is
-    dropped, because no log was wanted or none can be written.
-    """
+    """Opens a new log. Returns it, and whether it is one; otherwise output is dropped."""
     if log is not None:
         with suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)  # may have been removed as too old
@@ -309,12 +294,7 @@ def reported(file: Path) -> Report:
 
 
 def _content(file: Path) -> bytes:
-    """Returns the content of a program's file. Follows no link and waits for no other process.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no regular file, or too large.
-    """
+    """Returns a file's content, following no link. Raises OSError or ValueError if it is unusable."""
 
     def opened(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -329,9 +309,7 @@ def _content(file: Path) -> bytes:
 
 
 def checked_report(reward: object) -> Report:
-    """Returns a report with a reward that is a number of float32's range or None, else a
-    failure.
-    """
+    """Returns a report with a reward of float32's range or None, else a failure."""
     if reward is None:
         return Report()
     try:

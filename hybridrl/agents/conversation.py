@@ -22,13 +22,11 @@ ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
 
 class BadRequest(Exception):
-    """A request that this endpoint refuses; HTTP status 400 unless `status` says otherwise.
+    """A request that this endpoint refuses.
 
     Args:
         message: Text for the client, which names the field, its value and what is allowed.
-        field: Name of the field, if one is at fault.
         code: Machine-readable code.
-        status: HTTP status.
     """
 
     def __init__(
@@ -42,9 +40,9 @@ class ContextOverflow(BadRequest):
     """The messages leave no room for a turn.
 
     Args:
-        num_tokens: Number of tokens in the messages; a lower bound if `is_bound`.
+        num_tokens: Number of tokens in the messages; a lower bound if they were not tokenized to
+            their end (`is_bound`).
         most: Maximum number of tokens in messages and turn.
-        is_bound: Whether the messages were not tokenized to their end.
     """
 
     def __init__(self, num_tokens: int, most: int, is_bound: bool = False) -> None:
@@ -60,12 +58,8 @@ class ContextOverflow(BadRequest):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders.
-
-    Args:
-        messages: Messages so far.
-        tools: Tools that the client offers, in OpenAI's form.
-        arguments: Arguments of the chat template that the client set.
+    """What a chat template renders; tools are in OpenAI's form, arguments those that the client
+    set.
     """
 
     messages: tuple[Message, ...]
@@ -73,9 +67,8 @@ class Conversation:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def sharing(self, earlier: Conversation) -> Conversation:
-        """Returns an equal conversation that contains the objects of an earlier one where they are
-        equal. Each request repeats the whole conversation, so that memory would otherwise grow with
-        the square of the number of turns.
+        """Returns an equal conversation with the objects of an earlier one where they are equal,
+        because each request repeats the whole conversation and would cost memory again.
         """
         pairs = zip(self.messages, earlier.messages, strict=False)
         same = tuple(old if old == new else new for new, old in pairs)
@@ -85,7 +78,7 @@ class Conversation:
 
     def digests(self) -> list[bytes]:
         """Returns digests of the beginnings of the conversation: of no message, of the first
-        message, of the first two, and so on. All depend on the tools and template arguments.
+        message, and so on. All depend on the tools and template arguments.
         """
         found = [_digest(b"", _json_text([self.tools, self.arguments]))]
         for message in self.messages:
@@ -104,22 +97,18 @@ def next_digest(digest: bytes, message: Message) -> bytes:
 
 
 def same_reasoning(kept: Message, received: Message) -> bool:
-    """Whether an assistant's message that came back has the reasoning that was sent. Many clients
-    leave reasoning out, which is no difference.
-    """
+    """Whether a message came back with its reasoning, or without any, as many clients send it."""
     found = received.get("reasoning_content")
     return not found or found.strip() == kept.get("reasoning_content", "").strip()
 
 
 def call_ids(message: Message) -> tuple[str, ...]:
-    """Returns the identifiers of a message's tool calls."""
     return tuple(call["id"] for call in message.get("tool_calls", ()))
 
 
 def assistant(
     content: str, reasoning: str = "", calls: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Returns a message of the assistant."""
     message: dict[str, Any] = {"role": ASSISTANT, "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -141,7 +130,6 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def body_digest(path: str, body: bytes) -> bytes:
-    """Returns the digest of an HTTP request."""
     return hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
 
 

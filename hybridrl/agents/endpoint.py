@@ -48,11 +48,8 @@ class Endpoint:
     """Serves sessions over HTTP.
 
     Args:
-        sessions: Sessions whose tokens are accepted.
-        backend: Samples turns.
         tokenizer: Tokenizer of the model; the endpoint uses a copy.
         vocab_size: Number of tokens of the model.
-        host: Address to listen on.
         port: Port; 0 for any free port.
         reader: Reads reasoning and tool calls; by default the reader for the chat template.
         model: Name of the model for clients that ask.
@@ -127,7 +124,6 @@ class Endpoint:
 
     @property
     def port(self) -> int:
-        """Port on which the endpoint listens."""
         return self._port
 
     @property
@@ -211,8 +207,8 @@ class Endpoint:
         return self._dialects.get(request.path, self._dialects["/v1/chat/completions"])
 
     def _check_host(self, request: web.Request) -> None:
-        """Refuses requests under names that this endpoint does not know. Addresses are allowed,
-        because a web page can reach another host's endpoint only through a name.
+        """Refuses unknown names. Addresses are allowed, because a web page can reach another host's
+        endpoint only through a name.
         """
         name = host_name(request.headers.get("Host", ""))
         if name in self._names:
@@ -291,7 +287,6 @@ class Endpoint:
     async def _streamed(
         self, request: web.Request, dialect: Dialect, asked: Asked, running: Running
     ) -> web.StreamResponse:
-        """Sends a turn as server-sent events."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
@@ -323,7 +318,7 @@ class Endpoint:
 
 def _names_of(request: web.Request, raw: bytes) -> tuple[Keys, bool]:
     """Returns the names under which a turn can be found again, and whether the client repeats an
-    earlier request: clients send the same Idempotency-Key, or count their attempts.
+    earlier request: it sends the same Idempotency-Key, or counts its attempts.
     """
     if key := request.headers.get("Idempotency-Key"):
         return (body_digest(request.path, b"key " + key.encode()),), True

@@ -28,11 +28,9 @@ class Turn:
         num_shared: Number of tokens at the beginning of the parent's path that are the beginning of
             this turn's input.
         context: Tokens of the input after those.
-        completion: Sampled tokens.
-        digest: Digest of the conversation up to and including the turn; None if the client sent
-            token ids.
-        message: The turn as the client received it; None if the client sent token ids.
-        request: What the client sent; None if it sent token ids.
+        digest: Digest of the conversation up to and including the turn.
+        message, request: The turn as the client received it, and what the client sent. They and
+            `digest` are None if it sent token ids.
         text: Sampled text, with reasoning and tool calls.
         is_delivered: Whether a client received the turn.
     """
@@ -54,7 +52,6 @@ class Turn:
         return self.num_shared + len(self.context) + len(self.completion.tokens)
 
     def path(self) -> list[Turn]:
-        """Returns the turns from the beginning of the conversation to this one."""
         found, turn = [], self
         while True:
             found.append(turn)
@@ -78,10 +75,8 @@ class Prepared:
 
     Args:
         tokens: Input of the engine.
-        parent, num_shared: See `Turn`.
-        opens_reasoning: Whether the turn begins inside the reasoning.
+        parent, num_shared, request: See `Turn`.
         digest: Digest of the conversation before the turn; None if the client sent token ids.
-        request: What the client sent; None if it sent token ids.
         max_new_tokens: Maximum number of tokens that the budgets and the context leave.
         turn: Number of turns that were requested earlier.
     """
@@ -103,12 +98,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Match:
-    """An earlier turn that a request continues.
-
-    Args:
-        turn: The turn.
-        num_messages: Number of the request's messages up to and including the turn.
-    """
+    """An earlier turn that a request continues, with its first `num_messages` messages."""
 
     turn: Turn
     num_messages: int
@@ -118,8 +108,7 @@ class Forest:
     """Finished turns of a session. The caller must not change it from two threads at once.
 
     Args:
-        max_kept: Number of turns that later requests can continue; older turns are forgotten. None
-            keeps all turns.
+        max_kept: Number of turns that later requests can continue; None keeps all turns.
 
     Attributes:
         turns: Turns that were not forgotten, in the order in which they finished.
@@ -131,7 +120,6 @@ class Forest:
         self._by_digest: dict[bytes, list[Turn]] = {}
 
     def add(self, turn: Turn) -> None:
-        """Adds a turn, and forgets the oldest if there are too many."""
         self.turns.append(turn)
         if turn.digest is not None:
             self._by_digest.setdefault(turn.digest, []).append(turn)
@@ -139,12 +127,10 @@ class Forest:
             self._forget(self.turns.pop(0))
 
     def deepest(self, conversation: Conversation, digests: Sequence[bytes]) -> Match | None:
-        """Returns the deepest turn whose conversation is the beginning of `conversation`; None if
-        there is none. If several turns have the same messages, prefers the turn whose tool calls
-        have the identifiers that the client sent, then the newest.
+        """Returns the deepest turn whose conversation is the beginning of `conversation`, if any.
 
-        Args:
-            digests: Digests of `conversation`.
+        Of several with the same messages, prefers the turn whose tool calls have the identifiers
+        that the client sent, then the newest. `digests` are those of `conversation`.
         """
         for num in range(len(conversation.messages), 0, -1):
             found = self._by_digest.get(digests[num])
@@ -174,13 +160,8 @@ def rendered_input(
     match: Match | None,
     max_context: int,
 ) -> Prepared:
-    """Returns the input for a turn that answers a conversation. Renders only the messages after the
-    turn that the conversation continues, unless the template does not render this turn.
-
-    Args:
-        digests: Digests of `conversation`.
-        match: Turn that the conversation continues; None if it continues none.
-        max_context: Maximum number of tokens in a prompt and its turn.
+    """Returns the input for a turn that answers a conversation. Renders only the messages after
+    `match`, unless the template does not render this turn.
 
     Raises:
         BadRequest: The chat template rejects the messages.
@@ -211,9 +192,6 @@ def token_input(turns: Sequence[Turn], tokens: Sequence[int]) -> Prepared:
 
     The turn continues the earlier turn whose tokens are the longest beginning of `tokens`. The last
     token of that turn may be missing, because clients replace end tokens.
-
-    Args:
-        turns: Finished turns, in the order in which they finished.
     """
     given = tuple(tokens)
     parent, num_shared = None, 0

@@ -28,8 +28,8 @@ LOG: contextvars.ContextVar[str | None] = contextvars.ContextVar("LOG", default=
 
 
 class _Output:
-    """Appends text to the log of the call that writes it; other text goes to `other`. Text that
-    cannot be written is dropped, because printing must not fail a call.
+    """Appends text to the log of the call that writes it; other text goes to `other`. Errors are
+    ignored, because printing must not fail a call.
     """
 
     def __init__(self, other: TextIO) -> None:
@@ -55,7 +55,6 @@ class _Output:
 
 
 def _number_or_text(reward: Any) -> float | str | None:
-    """Returns a reward that JSON can express: a finite number or None, else a short text."""
     reward = reward.item() if hasattr(reward, "item") else reward
     if reward is None or (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         return reward

@@ -58,9 +58,8 @@ class FunctionRunner:
         python: Interpreter of the environment in which the function runs; None for this one.
         options: Keyword arguments of the function.
         workers: Number of processes.
-        timeout_s: Time limit of one episode, in seconds of `clocks`.
-        clocks: Clocks that stand still while the agents cannot get answers.
-        logs: Files for the output of the calls.
+        timeout_s: Time limit of one episode, in seconds of `clocks`, which stand still while agents
+            cannot get answers.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class _Worker:
         self._calls: dict[int, _Call] = {}
 
     def another(self) -> _Worker:
-        """Returns a worker with the same settings."""
         return _Worker(*self._given)
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
@@ -167,7 +165,6 @@ class _Worker:
         return lines
 
     def _serve(self, lines: Lines, is_started: threading.Event) -> None:
-        """Runs a process until it ends. Then reports the calls that have not ended."""
         process, is_late, ended = None, False, "could not be started"
         try:
             process = self._process = self._spawn()
@@ -206,9 +203,7 @@ class _Worker:
         )
 
     def _read(self, process: subprocess.Popen[bytes]) -> bool:
-        """Reads reports until the process ends or must be ended. Returns whether a late call did
-        not end when it was cancelled.
-        """
+        """Reads reports until the process ends or a late call ignores its cancellation (True)."""
         assert process.stdout is not None
         file, rest = process.stdout.fileno(), b""
         while True:
@@ -224,7 +219,6 @@ class _Worker:
                 return True
 
     def _take(self, line: bytes) -> None:
-        """Passes a report to its caller."""
         try:
             found = parse_json(line)
             key, reward, error = found["key"], found["reward"], found["error"]
@@ -246,9 +240,7 @@ class _Worker:
         return Report(failure=(got, "at most agent.timeout_s"))
 
     def _cancel_late(self) -> bool:
-        """Cancels calls whose time is over. Returns whether one did not end when it was
-        cancelled.
-        """
+        """Cancels late calls. Returns whether one did not end when it was cancelled."""
         with self._lock:
             for key, call in self._calls.items():
                 if self._late_s(call) >= 0 and not call.is_cancelled and self._lines is not None:
@@ -267,7 +259,6 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 def _write(process: subprocess.Popen[bytes], lines: Lines) -> None:
-    """Writes lines to a process until the queue ends or the process dies."""
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as file:
         while (line := lines.get()) is not None:

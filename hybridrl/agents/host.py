@@ -55,7 +55,6 @@ class Assignment:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the episode belongs to an evaluation."""
         return self.step < 0
 
 
@@ -64,11 +63,9 @@ class Finished:
     """An episode that ended.
 
     Args:
-        key: Number of the episode.
-        result: Rows of its session.
-        reward: Reward that the agent reported; None if it reported none.
+        reward: Reward that the agent reported, if any.
         failure: What the agent did wrong, and what is allowed; None if nothing went wrong.
-        limit: Limit of turns or tokens that the agent reached; None if it reached none.
+        limit: Limit of turns or tokens that the agent reached, if any.
         seconds: Duration of the episode.
     """
 
@@ -95,11 +92,7 @@ class AgentHost:
     """Runs agents.
 
     Args:
-        sessions: Sessions of the endpoint.
         queue: Turns that wait for the engine.
-        endpoint: HTTP server for the sessions.
-        runner: Starts the programs.
-        clocks: Clocks of the runner.
         model: Name of the model, which programs send with requests.
         budgets: Limits of each session.
         picker: Chooses the rows of each session.
@@ -203,8 +196,8 @@ class AgentHost:
         self._clocks.wake(is_evaluation)
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
-        """Returns, for each running episode, the number of tokens in its finished turns by the
-        version of the weights.
+        """Returns how many tokens of the episodes' finished turns each version of the weights
+        sampled.
         """
         with self._lock:
             sessions = {key: one.session for key, one in self._running.items() if key in keys}
@@ -235,7 +228,6 @@ class AgentHost:
                     self._status_file.unlink(missing_ok=True)
 
     def _fill(self) -> None:
-        """Starts waiting episodes while the number of running programs permits it."""
         while True:
             with self._lock:
                 if (one := self._next()) is None:
@@ -259,9 +251,7 @@ class AgentHost:
         return self._waiting_evaluation if assignment.is_evaluation else self._waiting
 
     def _next(self) -> Assignment | None:
-        """Removes and returns the next episode that may start; None if there is none. Called with
-        the lock held.
-        """
+        """Removes and returns the next episode that may start, if any; the caller holds the lock."""
         num_evaluating = sum(one.is_evaluation for one in self._running.values())
         num_training = len(self._running) - num_evaluating
         for waiting, num_running in (
@@ -273,7 +263,6 @@ class AgentHost:
         return None
 
     def _on_end(self, key: int, report: Report) -> None:
-        """Called by the runner when a program has ended."""
         with self._lock:
             running = self._running.pop(key, None)
             if running is None:  # `end` was called in the meantime
@@ -291,7 +280,6 @@ class AgentHost:
         self._queue.wake()
 
     def _finish_episode(self, key: int, running: _Running, report: Report) -> None:
-        """Closes the session of an episode and keeps its result."""
         session, limit = running.session, running.session.limit
         # Programs usually end with an error if a request is refused because of a limit. The policy
         # caused this, not the program.
@@ -314,7 +302,6 @@ class AgentHost:
             self._error = self._error or error
 
     def _write_status(self) -> None:
-        """Writes the numbers that `hybridrl top` shows, at most once per second."""
         if (now := time.monotonic()) < self._status_at:
             return
         self._status_at = now + STATUS_EVERY_S

@@ -28,11 +28,8 @@ CORES_PER_PROCESS = 4  # the others are for the rank and for the programs
 class HostPool:
     """Implements the interface of `AgentHost` for hosts in several processes.
 
-    Args:
-        hosts: Hosts with the settings that `settings_of_parts` returned, in order.
-
-    Attributes:
-        notes: Notes of `make_host`.
+    `hosts` have the settings that `settings_of_parts` returned, in order; `notes` are
+    `make_host`'s.
     """
 
     def __init__(self, hosts: Sequence[HostProcess]) -> None:
@@ -41,11 +38,7 @@ class HostPool:
 
     @classmethod
     def start(cls, settings: HostSettings, num_processes: int) -> HostPool:
-        """Starts the processes together.
-
-        Raises:
-            CannotMove, UserError, RuntimeError: See `HostProcess`.
-        """
+        """Starts the processes together. Raises the errors of `HostProcess`."""
         parts = settings_of_parts(settings, num_processes)
         with ThreadPoolExecutor(num_processes) as threads:
             starting = [threads.submit(HostProcess, part) for part in parts]
@@ -58,19 +51,15 @@ class HostPool:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Ids of the processes."""
         return tuple(host.process_id for host in self._hosts)
 
     def begin(self, assignment: Assignment) -> None:
-        """See `AgentHost.begin`."""
         self._of(assignment.key).begin(assignment)
 
     def end(self, key: int) -> None:
-        """See `AgentHost.end`."""
         self._of(key).end(key)
 
     def take(self) -> Arrivals:
-        """See `AgentHost.take`."""
         if not self._has_news() and not wait_for([host.connection for host in self._hosts]):
             return Arrivals()
         found = [host.take() for host in self._hosts]
@@ -80,35 +69,28 @@ class HostPool:
         )
 
     def take_finished(self) -> list[Finished]:
-        """See `HostProcess.take_finished`."""
         return [one for host in self._hosts for one in host.take_finished()]
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """See `AgentHost.finish`."""
         for number, host in enumerate(self._hosts):
             own = [one for one in completions if one.request_id % len(self._hosts) == number]
             if own:
                 host.finish(own)
 
     def abort(self, request_id: int) -> None:
-        """See `AgentHost.abort`."""
         self._of(request_id).abort(request_id)
 
     def wait(self, timeout_s: float) -> None:
-        """See `AgentHost.wait`."""
         if not self._has_news():
             wait_for([host.connection for host in self._hosts], timeout_s)
 
     def sleep(self) -> None:
-        """See `AgentHost.sleep`."""
         self._each(HostProcess.sleep)
 
     def wake(self, is_evaluation: bool) -> None:
-        """See `AgentHost.wake`."""
         self._each(lambda host: host.wake(is_evaluation))
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
-        """See `AgentHost.versions`."""
         found: dict[int, Counter[int]] = {}
         for host in self._hosts:
             own = [key for key in keys if self._of(key) is host]
@@ -133,11 +115,7 @@ class HostPool:
 
 
 def num_processes(agent: AgentConfig, num_cores: int) -> int:
-    """Returns the number of processes that serve a replica's agents.
-
-    Args:
-        num_cores: Number of processor cores for this rank.
-    """
+    """Returns the number of processes that serve a replica's agents; `num_cores` are the rank's."""
     if agent.server or agent.port:  # one address for each replica
         return 1
     most = min(MAX_PROCESSES, num_cores // CORES_PER_PROCESS)

@@ -65,13 +65,7 @@ class CannotMove(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a method of the host.
-
-    Args:
-        name: Name of the method.
-        arguments: Arguments of the method.
-        number: Number of the call if the rank waits for its answer; otherwise None.
-    """
+    """A call of a method of the host; with a number if the rank waits for its answer."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -89,13 +83,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Started:
-    """First message after the settings: whether the host was started.
-
-    Args:
-        notes: Notes of `make_host`.
-        error: Error of `make_host`.
-        obstacle: Why the tokenizer could not be read.
-    """
+    """First message after the settings; `obstacle` says why the tokenizer could not be read."""
 
     notes: tuple[str, ...] = ()
     error: Exception | None = None
@@ -115,7 +103,7 @@ class _Link:
     """The rank's side of the connection. Threads may share it.
 
     If a transfer fails or is interrupted, a part of a message may be left in the connection. All
-    later transfers therefore raise an error.
+    later transfers therefore raise RuntimeError.
     """
 
     def __init__(self, connection: Connection, process: subprocess.Popen[bytes]) -> None:
@@ -124,21 +112,11 @@ class _Link:
         self._fault: str | None = None
 
     def send(self, message: Any) -> None:
-        """Sends a message.
-
-        Raises:
-            RuntimeError: The connection is broken.
-        """
         content = pickle.dumps(message)
         with self._sending, self._transfer():
             self.connection.send_bytes(content)
 
     def receive(self) -> Any:
-        """Returns the next message.
-
-        Raises:
-            RuntimeError: The connection is broken.
-        """
         with self._receiving, self._transfer():
             content = self.connection.recv_bytes()
         return pickle.loads(content)
@@ -149,7 +127,6 @@ class _Link:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connection is broken or closed."""
         return self._fault is not None
 
     def close(self) -> None:
@@ -176,7 +153,6 @@ class _Link:
             raise
 
     def _end_of_process(self) -> str:
-        """Returns how the process ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.poll()
@@ -186,9 +162,6 @@ class _Link:
 
 class HostProcess:
     """Implements the interface of `AgentHost` for a host in another process. Threads may share it.
-
-    Args:
-        settings: Settings of the host.
 
     Attributes:
         notes: Notes of `make_host`.
@@ -223,7 +196,6 @@ class HostProcess:
 
     @property
     def process_id(self) -> int:
-        """Id of the process."""
         return self._process.pid
 
     @property
@@ -243,13 +215,11 @@ class HostProcess:
         self._call("begin", replace(assignment, columns=columns))
 
     def end(self, key: int) -> None:
-        """See `AgentHost.end`."""
         with self._received:
             self._finished = [one for one in self._finished if one.key != key]
         self._call("end", key)
 
     def take(self) -> Arrivals:
-        """See `AgentHost.take`."""
         with self._received:
             while self._link.poll():
                 self._note(self._link.receive())
@@ -266,28 +236,22 @@ class HostProcess:
         return found
 
     def finish(self, completions: Sequence[Completion]) -> None:
-        """See `AgentHost.finish`."""
         self._call("finish", tuple(completions))
 
     def abort(self, request_id: int) -> None:
-        """See `AgentHost.abort`."""
         self._call("abort", request_id)
 
     def wait(self, timeout_s: float) -> None:
-        """See `AgentHost.wait`."""
         if not self.has_news:
             self._link.poll(timeout_s)
 
     def sleep(self) -> None:
-        """See `AgentHost.sleep`."""
         self._call("sleep")
 
     def wake(self, is_evaluation: bool) -> None:
-        """See `AgentHost.wake`."""
         self._call("wake", is_evaluation)
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
-        """See `AgentHost.versions`."""
         number = next(self._numbers)
         self._link.send(_Call("versions", (tuple(keys),), number))
         while True:
@@ -311,7 +275,6 @@ class HostProcess:
             self._process.wait()
 
     def _start(self, content: Any) -> tuple[str, ...]:
-        """Sends the settings and waits until the host was started. Returns the host's notes."""
         self._message_at_start()  # the process has imported its modules and reads
         self._link.send(content)
         started: _Started = self._message_at_start()
@@ -346,12 +309,7 @@ class HostProcess:
 
 
 def main(file: int, parent: int) -> None:
-    """Runs a host until its rank closes the connection.
-
-    Args:
-        file: File descriptor of this side of the connection.
-        parent: Process id of the rank.
-    """
+    """Runs a host until the rank, process `parent`, closes its side of the connection `file`."""
     leave_stop_signals_to_the_rank()
     sys.setswitchinterval(SWITCH_S)
     with Connection(file) as link:
@@ -375,13 +333,7 @@ def main(file: int, parent: int) -> None:
 
 
 class _Reporter:
-    """Sends events, answers and the first error to the rank, on a thread of its own.
-
-    Args:
-        host: Host whose events are sent.
-        link: Connection to the rank.
-        parent: Process id of the rank.
-    """
+    """Sends events, answers and the first error to the rank, on a thread of its own."""
 
     def __init__(self, host: AgentHost, link: Connection, parent: int) -> None:
         self._host, self._link, self._parent = host, link, parent
@@ -397,9 +349,7 @@ class _Reporter:
         self._host.end_wait()
 
     def fail(self, error: Exception) -> None:
-        """Sends an error if it is the first, because the rank then ends the run. No events are sent
-        after it.
-        """
+        """Sends an error if it is the first. The rank then ends the run, so no events follow."""
         with self._failing:
             if self._has_failed:
                 return
@@ -407,7 +357,6 @@ class _Reporter:
         self.post(_Events(error=_sendable(error)))
 
     def end(self) -> None:
-        """Ends the thread after its current message."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -427,9 +376,7 @@ class _Reporter:
             os._exit(1)
 
     def _has_sent(self) -> bool:
-        """Waits for events or messages and sends them. Returns False if the rank closed the
-        connection.
-        """
+        """Waits for events or messages and sends them; False if the rank closed the connection."""
         if self._has_failed:
             self._is_posted.wait(REPORT_S)
         else:
@@ -446,9 +393,7 @@ class _Reporter:
         return True
 
     def _events(self) -> _Events | None:
-        """Returns the events since the last call, without the parts that the rank does not use;
-        None if there are no events.
-        """
+        """Returns the events since the last call, if any, without parts that the rank does not use."""
         try:
             arrivals, finished = self._host.take(), self._host.take_finished()
         except Exception as error:
@@ -461,7 +406,6 @@ class _Reporter:
 
 
 def _serve(host: AgentHost, link: Connection, parent: int) -> None:
-    """Makes the calls that arrive. Another thread sends their answers."""
     reporter = _Reporter(host, link, parent)
     try:
         while True:
@@ -508,9 +452,7 @@ def _lean(finished: Finished) -> Finished:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns an error for another process. Other errors than UserErrors may not be picklable;
-    their tracebacks are printed here.
-    """
+    """Returns an error that can be pickled, as UserErrors can; prints the traceback of any other."""
     if isinstance(error, UserError):
         return error
     traceback.print_exception(error)

@@ -33,17 +33,10 @@ class HostSettings:
     """What `make_host` needs.
 
     Args:
-        agent: Section `agent` of the configuration.
         tokenizer: Tokenizer of the model. No thread outside of the endpoint may use it.
         ends: Tokens that end a turn.
-        vocab_size: Number of tokens of the model.
-        terms: Sampling parameters, and what a client may change.
         max_row_tokens: Maximum number of tokens in a conversation.
-        template_arguments: Arguments of the chat template.
-        run_folder: Folder of the run.
         rank: Rank whose engine samples the turns.
-        replica: Number of the replica.
-        num_replicas: Number of all replicas.
         part, num_parts: Number of this process among the processes that divide the replica's
             programs, and their number.
         task_token: Token with which programs outside of the run fetch tasks; None for a random

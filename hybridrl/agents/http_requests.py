@@ -12,11 +12,7 @@ from hybridrl.errors import error_text
 
 
 async def json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
-    """Returns a request's body as JSON, and its bytes.
-
-    Raises:
-        BadRequest: The body is not a JSON object.
-    """
+    """Returns a request's body as JSON, and its bytes. Raises BadRequest unless it is an object."""
     try:
         raw = await request.read()
     except web.RequestPayloadError as error:  # such as wrong compression
@@ -31,13 +27,11 @@ async def json_body(request: web.Request) -> tuple[dict[str, Any], bytes]:
 
 
 def bearer_token(request: web.Request) -> str | None:
-    """Returns the token in a request's Authorization header; None if there is none."""
     kind, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else None
 
 
 def host_name(host: str) -> str:
-    """Returns the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()

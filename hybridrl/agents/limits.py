@@ -13,17 +13,12 @@ TURN_BUDGET, TOKEN_BUDGET = "turn_budget_exhausted", "token_budget_exhausted"
 
 
 class Limits:
-    """Admits turns while the limits of a session allow it. Not safe for use from several threads
-    at the same time.
-
-    Args:
-        budgets: Limits of the session.
-        max_context: Maximum that the engine supports.
+    """Admits turns while the limits of a session allow it. Not for several threads at the same
+    time.
 
     Attributes:
         max_context: Maximum number of tokens in a prompt and its turn.
-        reached: First limit because of which a turn was refused; None if no turn was refused for
-            this reason.
+        reached: First limit because of which a turn was refused, if any.
     """
 
     def __init__(self, budgets: Budgets, max_context: int) -> None:
@@ -37,9 +32,6 @@ class Limits:
         """Returns a turn with its number and token limit.
 
         Turns that are sampled at the same time may together exceed `max_sampled_tokens`.
-
-        Args:
-            max_tokens: Maximum number of tokens that the client wants.
 
         Raises:
             BadRequest: A budget is exhausted, or the messages are too long.
@@ -74,9 +66,7 @@ class Limits:
         self._num_abandoned += 1
 
     def note_overflow(self) -> None:
-        """Notes that messages were refused because they are too long."""
         self.reached = self.reached or "tokens"
 
     def note_sampled(self, num_tokens: int) -> None:
-        """Counts sampled tokens."""
         self._num_sampled += num_tokens

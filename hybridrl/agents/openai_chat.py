@@ -111,7 +111,6 @@ class ChatCompletions:
 
 
 def openai_error(error: BadRequest) -> dict[str, Any]:
-    """Returns the body of an error in OpenAI's form."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(error.status, "server_error" if error.status >= 500 else None)
     found = {"message": error.message, "type": kind or "invalid_request_error"}

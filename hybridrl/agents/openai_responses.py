@@ -126,8 +126,8 @@ class Responses:
 
 
 def _messages(given: Any) -> Iterator[Message]:
-    """Yields the messages of input items. Neighbouring items of the assistant that one turn gives
-    (reasoning, then text, then calls) are one message.
+    """Yields the messages of input items. Neighbouring items of one turn of the assistant
+    (reasoning, text, calls) are one message.
     """
     if isinstance(given, str):
         yield {"role": USER, "content": given}
@@ -187,7 +187,6 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
 
 
 def _items(answer: Answer) -> Iterator[dict[str, Any]]:
-    """Yields the output items of a turn."""
     if answer.reasoning:
         part = {"type": "reasoning_text", "text": answer.reasoning}
         yield {

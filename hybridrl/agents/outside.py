@@ -49,12 +49,10 @@ Play = Callable[..., Any]
 
 
 class Replica:
-    """Plays the tasks of one replica.
+    """Plays the tasks of one replica with `play(task, **options)`, an async function that returns
+    the reward or None.
 
     Args:
-        address: Where its tasks are.
-        play: Async function that plays a task and returns the reward or None.
-        options: Its keyword arguments.
         concurrency: Maximum number of tasks of training at the same time, and the same of
             evaluations.
     """
@@ -73,10 +71,8 @@ class Replica:
         self._say_at = 0.0
 
     async def run(self) -> int:
-        """Plays tasks until the server is gone. Returns the number of tasks that were played.
-
-        Raises:
-            Gone: The server refused the token, or never answered.
+        """Plays tasks until the server is gone, and returns their number. Raises Gone if the server
+        refused the token, or never answered.
         """
         loop = asyncio.get_running_loop()
 
@@ -99,7 +95,6 @@ class Replica:
             self._connection.close()
 
     async def _take_all(self, is_evaluation: bool, heartbeat: Heartbeat) -> None:
-        """Fetches and begins tasks of one kind until the server is gone."""
         room = asyncio.Semaphore(self._concurrency)
         failing_since: float | None = None
         while True:
@@ -126,8 +121,8 @@ class Replica:
                 self._running[one["id"]] = asyncio.create_task(self._played(one, room))
 
     def _take(self, is_evaluation: bool, heartbeat: Heartbeat) -> list[dict[str, Any]]:
-        """Returns up to one task. Called in another thread, because the loop may be busy with the
-        user's code for longer than the server waits for news.
+        """Returns up to one task. Called in another thread, because the user's code may keep the
+        loop busy for longer than the server waits for news.
         """
         asked = {"max": 1, "wait_s": WAIT_S, "is_evaluation": is_evaluation}
         found: list[dict[str, Any]] = self._connection.send("take", asked)["tasks"]
@@ -138,11 +133,7 @@ class Replica:
         return found
 
     def _is_gone(self, failing_s: float, error: OSError) -> bool:
-        """Whether an address that has not answered for some time is gone.
-
-        Raises:
-            Gone: It never answered.
-        """
+        """Whether an address that has not answered is gone. Raises Gone if it never answered."""
         if self._address.has_ended():
             return True
         if failing_s <= GIVE_UP_S:
@@ -156,7 +147,6 @@ class Replica:
         return self._address.file is None
 
     async def _played(self, one: Mapping[str, Any], room: asyncio.Semaphore) -> None:
-        """Plays a task and reports its result."""
         try:
             await self._report(one, await self._result(one))
         finally:
@@ -165,11 +155,6 @@ class Replica:
             room.release()
 
     async def _result(self, one: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the report on a task.
-
-        Raises:
-            asyncio.CancelledError: The task was stopped.
-        """
         task = AgentTask(
             key=next(self._keys),
             step=one["step"],
@@ -194,7 +179,6 @@ class Replica:
             return {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
 
     async def _report(self, one: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Sends a report, several times if the server does not answer."""
         give_up_at = time.monotonic() + GIVE_UP_S
         while True:
             try:
@@ -215,7 +199,6 @@ class Replica:
             task.cancel()
 
     async def _leave(self) -> None:
-        """Ends all tasks and gives them back."""
         self._has_left, running = True, dict(self._running)
         for task in running.values():
             task.cancel()
@@ -237,9 +220,7 @@ async def play_all(
 
     Args:
         run: Folder of the run, or the address of one replica.
-        play: See `Replica`.
-        options: See `Replica`.
-        concurrency: See `Replica`; for each replica.
+        play, options, concurrency: See `Replica`.
         token: Token for an address; by default the environment variable HYBRIDRL_TASK_TOKEN, which
             is removed.
 
@@ -290,7 +271,6 @@ async def _until_terminated(playing: Any) -> int:
 
 
 def main() -> int:
-    """Plays tasks as the command line says."""
     parser = argparse.ArgumentParser(description="Plays tasks of a run that has agent.server.")
     parser.add_argument("run", help="folder of the run, or http://HOST:PORT of one replica")
     parser.add_argument("function", help="async function package.module:name")

@@ -21,11 +21,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 class OwnEnvironment:
-    """A Python environment for worker processes.
-
-    Args:
-        python: Its interpreter.
-    """
+    """The environment of the interpreter `python`, for worker processes."""
 
     def __init__(self, python: str) -> None:
         self.python = str(Path(python).expanduser().absolute())
@@ -47,12 +43,8 @@ class OwnEnvironment:
         }
 
     def run(self, arguments: Sequence[str], timeout_s: float | None = None, text: str = "") -> Done:
-        """Runs the interpreter with arguments and `text` as its standard input, and returns its
-        output.
-
-        Raises:
-            OSError: The interpreter could not be started.
-            subprocess.TimeoutExpired: It took longer than `timeout_s`.
+        """Runs the interpreter with `text` as its standard input, and returns its output. Raises
+        OSError if it cannot be started, and subprocess.TimeoutExpired after `timeout_s`.
         """
         return subprocess.run(
             [self.python, *arguments],

@@ -1,5 +1,4 @@
-"""Rows of training data from an agent's session, and which of them are trained. Does not import
-torch.
+"""Rows of training data from an agent's session, and which of them are trained. No torch.
 
 A row is one path from the first prompt of a conversation to its last turn. Branches of a
 conversation are several rows, which share tokens at the beginning. Invariant: among the rows that
@@ -24,12 +23,7 @@ Message = Mapping[str, Any]
 class Budgets:
     """Limits of a session; None means no limit.
 
-    Args:
-        max_turns: Maximum number of turns.
-        max_turn_tokens: Maximum number of sampled tokens in a turn.
-        max_sampled_tokens: Maximum number of sampled tokens in all turns together.
-        max_row_tokens: Maximum number of tokens in a prompt and its turn. The engine's limit holds
-            in any case.
+    `max_row_tokens` bounds a prompt and its turn, `max_sampled_tokens` all turns together.
     """
 
     max_turns: int | None = None
@@ -40,13 +34,9 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Span:
-    """Sampled tokens of one turn in a row.
+    """Sampled tokens of one turn in a row, which begin at index `start` of `Row.tokens`.
 
-    Args:
-        turn: Number of the turn in its session.
-        start: Index of the turn's first token in `Row.tokens`.
-        num_tokens: Number of tokens. It is one less than the turn has if the chat template replaced
-            the turn's end token with another.
+    `num_tokens` is one less than the turn has if the chat template replaced its end token.
     """
 
     turn: int
@@ -67,11 +57,10 @@ class Row:
             row trains it.
         versions: Runs (version, number of tokens) of `tokens`. Tokens that were not sampled belong
             to the run of the preceding turn.
-        finish_reason: Why the last turn ended.
         spans: Sampled tokens of each turn, in order.
         blobs: Blobs of `prompt` and `tokens`, by name.
-        messages: Conversation, ending with the last turn; empty if the client sent token ids.
-        tools: Tools that the client offered.
+        messages, tools: Conversation, ending with the last turn, and the tools that the client
+            offered; empty if it sent token ids.
         text: Text of the last turn, with reasoning and tool calls.
     """
 
@@ -125,12 +114,10 @@ its sampled tokens.
 
 
 def pick_all(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns every row."""
     return rows
 
 
 def pick_last(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns the row whose last turn finished last."""
     return rows[-1:]
 
 
@@ -144,10 +131,7 @@ PICKERS: dict[str, Picker] = {"all": pick_all, "last": pick_last, "longest": pic
 
 def picked(rows: Sequence[Row], picker: Picker) -> tuple[Row, ...]:
     """Returns the rows that `picker` chooses, in their own order, so that each sampled token is
-    trained once.
-
-    Raises:
-        UserError: The picker returned a row that it was not given.
+    trained once. Raises UserError if it returned a row that it was not given.
     """
     places = {id(row): place for place, row in enumerate(rows)}
     found = list(picker(rows))
@@ -163,9 +147,7 @@ def picked(rows: Sequence[Row], picker: Picker) -> tuple[Row, ...]:
 
 
 def trained_once(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Marks tokens that an earlier row trains as observed, with log-probability 0. Drops rows that
-    train nothing.
-    """
+    """Marks tokens that an earlier row trains as observed; drops rows that train nothing."""
     num_trained: dict[int, int] = {}  # number of leading tokens of each turn that are trained
     kept = []
     for row in rows:

@@ -46,7 +46,6 @@ class Session:
     Args:
         sample_key: Number of the sample; with the number of a turn, it determines the seed.
         row: Row of the data that the session works on.
-        budgets: Limits.
         max_context: Maximum number of tokens in a prompt and its turn.
         template: Renders messages; None if clients may send only token ids.
         max_kept: Number of turns that later requests can continue; older turns are forgotten, and
@@ -79,32 +78,24 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether the session accepts requests."""
         return self._is_open
 
     @property
     def limit(self) -> Literal["turns", "tokens"] | None:
-        """First limit because of which a turn was refused; None if no turn was refused for this
-        reason.
-        """
+        """First limit because of which a turn was refused, if any."""
         return self._limits.reached
 
     @property
     def num_turns(self) -> int:
-        """Number of finished turns."""
         return self._num_finished
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Finished turns, in the order in which they finished."""
         with self._lock:
             return tuple(self._forest.turns)
 
     def prepare(self, conversation: Conversation, max_tokens: int | None = None) -> Prepared:
         """Returns the input for a turn that answers a conversation.
-
-        Args:
-            max_tokens: Maximum number of tokens that the client wants.
 
         Raises:
             BadRequest: The session has ended, a budget is exhausted, the messages are too long, or
@@ -128,25 +119,16 @@ class Session:
         return len(self._input(conversation).tokens)
 
     def prepare_tokens(self, tokens: Sequence[int], max_tokens: int | None = None) -> Prepared:
-        """Returns the input for a turn after token ids that the client rendered itself; see
-        `token_input`.
-
-        Raises:
-            BadRequest: The session has ended, a budget is exhausted, or `tokens` are too many.
+        """Returns the input for a turn after the client's own token ids; see `token_input`. Raises
+        BadRequest if the session has ended, a budget is exhausted, or `tokens` are too many.
         """
         return self._limited(token_input(self.turns, tokens), max_tokens)
 
     def commit(
         self, prepared: Prepared, done: Completion, message: Message | None = None, text: str = ""
     ) -> Turn:
-        """Adds a sampled turn.
-
-        Args:
-            message: The turn as the client receives it.
-            text: Sampled text.
-
-        Raises:
-            SessionEnded: The session ended while the turn was sampled.
+        """Adds a sampled turn; `message` is the turn as the client receives it. Raises SessionEnded
+        if the session ended while the turn was sampled.
         """
         with self._lock:
             self._check_open()
@@ -179,7 +161,6 @@ class Session:
             self.counts["aborted_turns"] += 1
 
     def count(self, event: str) -> None:
-        """Counts an event."""
         with self._lock:
             self.counts[event] += 1
 
@@ -189,7 +170,6 @@ class Session:
             self._is_open = False
 
     def rows(self) -> tuple[Row, ...]:
-        """Returns the rows of the delivered turns; see `rows_of`."""
         return rows_of(self.turns)
 
     def num_undelivered(self) -> int:
@@ -208,7 +188,6 @@ class Session:
         return rendered_input(self._template, conversation, digests, match, most)
 
     def _limited(self, prepared: Prepared, max_tokens: int | None) -> Prepared:
-        """Returns the turn with its number and token limit, after checking the budgets."""
         if not prepared.tokens:
             raise BadRequest("The messages are empty.", "messages")
         if max_tokens is not None and max_tokens < 1:
@@ -260,14 +239,7 @@ class Sessions:
         budgets: Budgets | None = None,
         max_kept: int | None = None,
     ) -> Session:
-        """Opens a session, whose `token` a client sends as its API key.
-
-        Args:
-            sample_key: Number of the sample, for seeds and results.
-            row: Row of the data that the agent works on; returned with the result.
-            budgets: Limits of the session; default: none.
-            max_kept: See `Session`.
-        """
+        """Opens a session, whose `token` a client sends as its API key; arguments as in `Session`."""
         session = Session(
             sample_key, row, budgets or Budgets(), self._max_context, self.template, max_kept
         )
@@ -277,10 +249,8 @@ class Sessions:
         return session
 
     def find(self, token: str | None) -> Session:
-        """Returns the session with a token, which is compared in constant time.
-
-        Raises:
-            BadRequest: No session has the token (status 401), or its session has ended (410).
+        """Returns the session with a token, which is compared in constant time. Raises BadRequest
+        if there is none (status 401), or it has ended (410).
         """
         digest = _token_digest(token or "")
         with self._lock:
@@ -303,16 +273,11 @@ class Sessions:
             return [one.session for one in self._open.values()]
 
     def close(self, session: Session, picker: Picker | None = None) -> SessionResult:
-        """Ends a session and returns its rows.
+        """Ends a session and returns the rows that `picker` chooses, by default all.
 
         Turns that are being sampled are stopped: their clients receive an error, and the rows do
-        not contain them.
-
-        Args:
-            picker: Chooses the rows; default: all.
-
-        Raises:
-            UserError: The picker returned something else than some of the rows.
+        not contain them. Raises UserError if the picker returned something else than some of the
+        rows.
         """
         digest = _token_digest(session.token)
         with self._lock:

@@ -33,9 +33,7 @@ class Address:
     """Where the tasks of one replica are.
 
     Args:
-        url: Address of the replica's endpoint.
-        token: Token for its tasks.
-        file: File that contains both while the run lasts; None if the user named the address.
+        file: File that contains address and token while the run lasts; None if the user named them.
         replicas: Number of replicas of the run.
     """
 
@@ -50,11 +48,7 @@ class Address:
 
 
 class Connection:
-    """Sends requests to a replica.
-
-    Args:
-        address: Where it is.
-    """
+    """Sends requests to a replica."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -62,21 +56,14 @@ class Connection:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tasks of a run")
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request, for which a thread waits; see `send`."""
         return await self.in_thread(self.send, path, body)
 
     async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function in one of the threads."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
 
     def send(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer to a request.
-
-        Raises:
-            OSError: The server does not answer.
-            Gone: The server refused the request.
-        """
+        """Returns an answer. Raises OSError without one, and Gone if the server refused."""
         request = urllib.request.Request(
             f"{self._address.url}/agent/tasks/{path}",
             json.dumps(body).encode(),
@@ -97,7 +84,6 @@ class Connection:
             raise OSError(f"the answer cannot be read: {error!r}") from error
 
     def close(self) -> None:
-        """Ends the threads as soon as their requests are answered."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -105,7 +91,6 @@ class Heartbeat:
     """Notes in a thread of its own that tasks are alive.
 
     Args:
-        connection: Sends the requests.
         ids: Returns the tasks that run; called by the thread.
         stop: Called by the thread with each task that the server does not need.
 
@@ -121,7 +106,6 @@ class Heartbeat:
         threading.Thread(target=self._run, name="alive", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -137,11 +121,7 @@ class Heartbeat:
 
 
 def addresses(run: str) -> list[Address]:
-    """Returns the addresses in the folder of a run.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Returns the addresses in the folder of a run. Raises FileNotFoundError if there is none."""
     if not (found := present_addresses(run)):
         raise FileNotFoundError(f"{run}/agents: no address; allowed: a run with agent.server=true")
     return found
@@ -154,7 +134,6 @@ def present_addresses(run: str) -> list[Address]:
 
 
 def _read(file: Path) -> Address | None:
-    """Returns the address in a file; None if it was removed."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -36,12 +36,7 @@ USUAL_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home", "LANG": "C
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
-
-    Args:
-        code: Exit code; None if its time was over.
-        output: Standard output and standard error, in order; the end if there is much.
-    """
+    """How a command ended; without a code if its time was over. The output may be only its end."""
 
     code: int | None
     output: str
@@ -62,10 +57,7 @@ class TaskSandbox(Protocol):
     async def clear(self, folders: Sequence[str]) -> None:
         """Empties folders whatever the rights of their content are, and creates those that are
         missing. Also empties the home folder and /tmp, except for the task's own folders there.
-        Afterwards, commands can enter the working folder.
-
-        Raises:
-            OSError: A folder is not empty.
+        Afterwards, commands can enter the working folder. Raises OSError if a folder is not empty.
         """
 
     async def close(self) -> None:
@@ -161,7 +153,6 @@ class Bubbles:
             await process.wait()
 
     def _place(self, path: str) -> Path:
-        """Returns the host's path of a path in one of the sandbox's own folders."""
         parts = PurePosixPath(path).parts
         if parts[:1] != ("/",) or ".." in parts or parts[1:2] == () or parts[1] not in self._tops:
             raise ValueError(f"path: got {path!r}; allowed: a path in one of {sorted(self._tops)}")
@@ -209,7 +200,6 @@ def _content(place: Path, root: Path) -> bytes | None:
 
 
 def _moved(place: Path, removed: Path) -> None:
-    """Moves a file, link or folder into `removed`."""
     if not place.is_symlink() and place.is_dir():
         place.chmod(0o700)  # only a writable folder can be moved
     place.rename(Path(tempfile.mkdtemp(dir=removed), "it"))
@@ -227,7 +217,6 @@ def _as_folder(place: Path, root: Path, removed: Path) -> None:
 
 
 def _move_content(folder: Path, kept: Sequence[Path], removed: Path) -> None:
-    """Moves the content of a folder away, except for folders in `kept`."""
     if folder in kept:
         return
     folder.chmod(0o700)
@@ -240,9 +229,7 @@ def _move_content(folder: Path, kept: Sequence[Path], removed: Path) -> None:
 
 
 def _copy(source: Path, target: Path, root: Path) -> None:
-    """Copies a file or folder into `root`, over what is there, without following links that
-    commands have put there.
-    """
+    """Copies into `root`, over what is there, without following links that commands have put there."""
     removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=root))
     _as_folder(target.parent, root, removed)
     pairs = [(source, target)]
@@ -262,7 +249,6 @@ def _copy(source: Path, target: Path, root: Path) -> None:
 
 
 async def _end_of(stream: asyncio.StreamReader | None) -> bytes:
-    """Returns the last MAX_OUTPUT_BYTES of a stream."""
     assert stream is not None
     found = b""
     while part := await stream.read(1 << 16):

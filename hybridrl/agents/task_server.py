@@ -54,12 +54,7 @@ Done = Callable[[Report], None]
 
 @dataclass
 class _Taken:
-    """A task that a taker works on.
-
-    Args:
-        deadline: End of its time limit, by the clock of its kind.
-        heard_at: Time when the taker was last heard of, of `time.monotonic`.
-    """
+    """A task that a taker works on, with its deadline by the clock of its kind."""
 
     task: AgentTask
     done: Done = field(repr=False)
@@ -71,9 +66,9 @@ class TaskServer:
     """Implements `Runner` for programs that ask for tasks.
 
     Args:
-        timeout_s: Time limit of one task, in seconds of `clocks`.
+        timeout_s: Time limit of one task, in seconds of `clocks`, which stand still while agents
+            cannot get answers.
         lease_s: Seconds without news of a taker after which its tasks are given to others.
-        clocks: Clocks that stand still while agents cannot get answers.
         address_file: File for the address and the token, which only this user can read. It exists
             while tasks can be fetched.
         replicas: Number of replicas of the run, each of which has such a file.
@@ -148,7 +143,6 @@ class TaskServer:
             self._taken.clear()
 
     def routes(self) -> list[web.RouteDef]:
-        """Returns the routes for takers."""
         return [
             web.post("/agent/tasks/take", self._take),
             web.post("/agent/tasks/alive", self._alive),
@@ -157,8 +151,8 @@ class TaskServer:
         ]
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Answers with up to `max` tasks, after waiting up to `wait_s` seconds for the first. If
-        `is_evaluation` is not null, all are of evaluations, or all of training.
+        """Answers with up to `max` tasks, after waiting up to `wait_s` seconds for the first. With
+        `is_evaluation`, all are of evaluations (true) or of training (false).
         """
         body = await self._body(request)
         most = _number(body, "max", 1, MAX_TAKEN)
@@ -175,9 +169,7 @@ class TaskServer:
         return web.json_response({"tasks": found}, dumps=partial(json.dumps, default=str))
 
     async def _alive(self, request: web.Request) -> web.Response:
-        """Notes that a taker works on the tasks `ids`. Answers with those of them that it must
-        stop.
-        """
+        """Notes that a taker works on the tasks `ids`. Answers with those that it must stop."""
         ids = (await self._body(request)).get("ids")
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
             raise BadRequest(f"ids: got {short(ids)}; allowed: a list of texts.", "ids")
@@ -250,7 +242,6 @@ class TaskServer:
         return found
 
     def _end(self, request: web.Request) -> _Taken:
-        """Removes the task that a request names."""
         with self._lock:
             taken = self._taken.pop(request.match_info["id"], None)
         if taken is None:
@@ -265,7 +256,7 @@ class TaskServer:
         taken.done(report)
 
     def _lost(self, task: AgentTask) -> Report:
-        """Returns the report for a task without its program. Called with the lock held."""
+        """Returns the report for a task without its program; the caller holds the lock."""
         self._num_lost[task.key] += 1
         if self._num_lost[task.key] < MAX_LOST:
             return Report(begins_again=True)
@@ -273,14 +264,12 @@ class TaskServer:
         return Report(failure=(got, TAKER))
 
     def _watch(self) -> None:
-        """Ends tasks that are late, and gives back tasks whose taker is not heard of."""
         while not self._closed.wait(POLL_S):
             for taken, report in self._overdue():
                 self._finish(taken, report)
             self._say_unheard()
 
     def _say_unheard(self) -> None:
-        """Says once that tasks wait and no program has asked for any for UNHEARD_S."""
         now = time.monotonic()
         with self._lock:
             num = len(self._waiting) + len(self._waiting_evaluation)

@@ -20,18 +20,15 @@ MAX_LOG_BYTES, KEPT_LOG_BYTES = 16 << 20, 1 << 20
 
 
 def take_token() -> str | None:
-    """Removes the token for the tasks of `agent.server` from the environment, so that the user's
-    code and its programs do not inherit it. Returns it; None if there is none.
+    """Removes the token for tasks from the environment, so that the user's code does not inherit
+    it, and returns it, if any.
     """
     return os.environ.pop(TOKEN_VARIABLE, None) or None
 
 
 def shorten_log(file: int) -> None:
-    """Cuts a log that is too long, so that a program that prints without end does not fill the
-    disk, even if its folder was removed.
-
-    Args:
-        file: Descriptor of the log. Whoever writes the log must have opened it for appending.
+    """Cuts a log (a descriptor opened for appending) that is too long, so that a program that
+    prints without end does not fill the disk, even if its folder was removed.
     """
     with suppress(OSError):  # a log must never fail an episode
         if os.fstat(file).st_size > MAX_LOG_BYTES:
@@ -50,7 +47,6 @@ class AgentTask:
         columns: Other columns of the row.
         base_url: Address of the endpoint, without the part `/v1`.
         api_key: Secret of the agent's session.
-        model: Name of the model.
     """
 
     key: int
@@ -64,7 +60,6 @@ class AgentTask:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the episode belongs to an evaluation."""
         return self.step < 0
 
     @property
@@ -79,9 +74,8 @@ class AgentTask:
         }
 
     def client(self, **options: Any) -> Any:
-        """Returns an `openai.AsyncOpenAI` for the endpoint. A request has no time limit by default,
-        because the engine may sleep while the policy trains. All clients of a process share their
-        connections, so do not close them.
+        """Returns an `openai.AsyncOpenAI` for the endpoint, without a time limit, because the
+        engine may sleep. All clients of a process share their connections, so do not close them.
         """
         from openai import AsyncOpenAI
 
@@ -114,13 +108,13 @@ class Report:
 
 
 class Runner(Protocol):
-    """Runs agents. All members may be called from any thread. An implementation may start agents
-    on other hosts if these can reach the endpoint.
+    """Runs agents. All members may be called from any thread. Agents may run on other hosts that
+    can reach the endpoint.
     """
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
-        """Starts an agent without waiting. Calls `done` once when the agent has ended; after `stop`
-        the call may be missing.
+        """Starts an agent without waiting. Calls `done` once when the agent has ended, unless
+        `stop` was called.
         """
 
     def stop(self, key: int) -> None:
@@ -159,15 +153,14 @@ class AwakeClock:
 
 
 class AgentClocks:
-    """Clocks for the time limits of agents. Agents of training and of an evaluation have a clock
-    each, because agents of training wait while an evaluation uses the engine.
+    """Clocks for the time limits of agents: one for training and one for evaluations, because
+    agents of training wait while an evaluation uses the engine.
     """
 
     def __init__(self) -> None:
         self._training, self._evaluation = AwakeClock(), AwakeClock()
 
     def of(self, is_evaluation: bool) -> AwakeClock:
-        """Returns the clock for agents of an evaluation or of training."""
         return self._evaluation if is_evaluation else self._training
 
     def sleep(self) -> None:

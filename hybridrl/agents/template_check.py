@@ -29,7 +29,7 @@ KEPT = "Tokens that were sampled stay as they are, and only new messages are ren
 
 def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
     """Returns what a user should know about a chat template before agents are trained with it;
-    empty if the template only appends to conversations and its tool calls can be read.
+    empty if it only appends to conversations and its tool calls can be read.
     """
     found = list(dict.fromkeys([*_left_out(template), *_differences(template)]))
     if not template.allows_late_system:
@@ -46,7 +46,6 @@ def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
 
 
 def _left_out(template: ChatTemplate) -> Iterator[str]:
-    """Yields a note for each part of a request that the template leaves out."""
     user: Message = {"role": USER, "content": "question-q7"}
     calling = assistant("", "", [_CALL])
     whole = Conversation((user, calling, _RESULT), _TOOLS)
@@ -83,9 +82,6 @@ def _differences(template: ChatTemplate) -> Iterator[str]:
 def _difference(
     template: ChatTemplate, conversation: Conversation, num_known: int, what: str
 ) -> Iterator[str]:
-    """Yields a note if the template renders the messages before the new one differently after the
-    new message has arrived.
-    """
     if template.text_after(conversation, num_known) is None:
         yield (
             "the chat template leaves out turns of the assistant. Every request begins a new "

@@ -1,5 +1,4 @@
-"""Formats in which models write tool calls and reasoning, one class per format. Does not import
-torch.
+"""Formats in which models write tool calls and reasoning, one class per format. No torch.
 
 A format takes the text of a turn apart. It never changes tokens: the text is what clients see, and
 training uses the sampled tokens.
@@ -45,8 +44,6 @@ class Parts:
 
     Args:
         content: Text outside of reasoning and calls.
-        reasoning: Text of the reasoning; empty if there is none.
-        calls: Tool calls in order.
         malformed: Why a call cannot be read. If it is set, `calls` is empty and `content` has the
             text of all calls. None if every call is valid.
     """
@@ -65,11 +62,7 @@ class ToolFormat(Protocol):
         """Texts in a chat template that show that its model uses this format."""
 
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-        """Returns the text outside of calls, and the calls.
-
-        Raises:
-            MalformedCallError: A call cannot be read.
-        """
+        """Returns the text outside of calls, and the calls. Raises MalformedCallError."""
 
 
 class HermesCalls:
@@ -219,10 +212,8 @@ class Harmony:
         return parts.content, list(parts.calls)
 
     def parts(self, text: str) -> Parts:
-        """Returns the final text and preambles, the analysis, and the calls.
-
-        Raises:
-            MalformedCallError: A message has no text, or a call has no JSON object.
+        """Returns the final text and preambles, the analysis, and the calls. Raises
+        MalformedCallError.
         """
         content, reasoning, calls = [], [], []
         for header, body in self._messages(text):
@@ -271,11 +262,7 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 def named_format(name: str, template: str) -> ToolFormat | None:
-    """Returns the format with a name, or for `auto` the format that the template shows.
-
-    Raises:
-        UserError: No format has the name.
-    """
+    """Returns the format with a name, or for `auto` the template's. Raises UserError."""
     if name == "auto":
         return format_of(template)
     if name not in FORMATS:
@@ -287,11 +274,8 @@ def named_format(name: str, template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class TurnReader:
-    """Takes the texts of turns apart.
-
-    Args:
-        tool_format: Format of tool calls; None if it is unknown.
-        has_reasoning: Whether the model writes reasoning between `<think>` and `</think>`.
+    """Takes the texts of turns apart, with or without known tool calls and reasoning between
+    `<think>` and `</think>`.
     """
 
     tool_format: ToolFormat | None
@@ -299,7 +283,6 @@ class TurnReader:
 
     @staticmethod
     def for_template(template: str, tool_format: str = "auto") -> TurnReader:
-        """Returns the reader for the model of a chat template."""
         return TurnReader(named_format(tool_format, template), _THINK_END in template)
 
     def parts(
@@ -312,7 +295,6 @@ class TurnReader:
             text: Text of the turn, without its end token.
             is_reasoning: Whether the turn begins inside the reasoning.
             reads_calls: Whether the client offers tools.
-            schemas: Schemas of the tools.
         """
         if isinstance(self.tool_format, Harmony):
             try:
@@ -333,7 +315,6 @@ class TurnReader:
 
 
 def _split_reasoning(text: str, is_reasoning: bool) -> tuple[str, str]:
-    """Returns the reasoning at the beginning of a text, and the rest."""
     if not is_reasoning:
         if not text.lstrip().startswith(_THINK):
             return "", text
@@ -343,11 +324,7 @@ def _split_reasoning(text: str, is_reasoning: bool) -> tuple[str, str]:
 
 
 def _taken_out(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Returns the text outside of all pairs of tags, and the texts inside.
-
-    Raises:
-        MalformedCallError: An end tag is missing.
-    """
+    """Returns the text outside of all pairs of tags, and the texts inside."""
     first, *others = text.split(begin)
     outside, inside = [first], []
     for part in others:
@@ -377,14 +354,12 @@ def _named(name: Any) -> str:
 
 
 def _without_line_breaks(value: str) -> str:
-    """Returns a value without the line breaks that the format puts around it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def _typed(tool: str, key: str, value: str, schemas: Schemas) -> Any:
-    """Returns an argument that was written as plain text, with the type that its schema states.
-
-    Without a schema, numbers, true, false, null, lists and objects are read as JSON.
+    """Returns an argument that was written as plain text, with its schema's type; without a schema,
+    as JSON if it is a number, true, false, null, a list or an object.
     """
     properties = schemas.get(tool, {}).get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None

@@ -78,7 +78,6 @@ def _row(leaf: Turn) -> Row:
 
 
 def _add_runs(runs: list[list[int]], added: Iterable[tuple[int, int]], num_tokens: int) -> None:
-    """Appends the versions of the first `num_tokens` tokens of a turn to those of a row."""
     for version, whole in added:
         count = min(whole, num_tokens)
         num_tokens -= count

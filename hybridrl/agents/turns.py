@@ -55,15 +55,7 @@ class _Known:
 
 
 class Turns:
-    """Samples turns.
-
-    Args:
-        sessions: Sessions of the endpoint.
-        backend: Samples turns.
-        tokenizer: Decodes turns.
-        reader: Reads reasoning and tool calls.
-        grace_s: Seconds after which a turn is aborted if no client waits for it.
-    """
+    """Samples turns; one is aborted if no client waits for it for `grace_s` seconds."""
 
     def __init__(
         self,
@@ -78,14 +70,8 @@ class Turns:
         self._known: dict[Session, _Known] = {}
 
     def begin(self, session: Session, asked: Asked, keys: Keys, is_retry: bool) -> Running:
-        """Starts to sample a turn, or finds the turn of an earlier request.
-
-        Args:
-            keys: Names under which the turn can be found again.
-            is_retry: Whether the client repeats an earlier request.
-
-        Raises:
-            BadRequest: The request is refused before anything is sampled.
+        """Starts to sample a turn, or finds the turn of an earlier request that the client repeats
+        (`is_retry`) under its `keys`. Raises BadRequest if the request is refused.
         """
         if is_retry and (known := self._known.get(session)) is not None:
             for key in keys:
@@ -114,13 +100,8 @@ class Turns:
     async def wait(
         self, running: Running, every_s: float, while_waiting: Callable[[], Awaitable[None]] | None
     ) -> Answer:
-        """Returns the answer, for one client.
-
-        Args:
-            every_s: Seconds between calls of `while_waiting`.
-
-        Raises:
-            BadRequest: The turn failed.
+        """Returns the answer, for one client, and calls `while_waiting` every `every_s` seconds.
+        Raises BadRequest if the turn failed.
         """
         running.num_waiting += 1
         try:
@@ -151,7 +132,6 @@ class Turns:
 
     @property
     def num_running(self) -> int:
-        """Number of turns that are being sampled."""
         return sum(len(known.tasks) for known in self._known.values())
 
     async def _sampled(self, session: Session, asked: Asked, prepared: Prepared) -> Answer:

@@ -32,9 +32,8 @@ _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Creates the algorithm for a config section.
-
-    A user's class, `package.module:Class`, receives the section's `options` as keyword arguments.
+    """Creates the algorithm for a config section. A user's class, `package.module:Class`, receives
+    the section's `options` as keyword arguments.
 
     Raises:
         UserError: The class cannot be imported or instantiated, or lacks a member of `Algorithm`.
@@ -64,18 +63,13 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Returns the needs of the algorithm that a section selects.
-
-    A user's class is imported and instantiated.
-
-    Raises:
-        UserError: See `make_algorithm`.
+    """Returns the needs of a section's algorithm; a user's class is instantiated, see
+    `make_algorithm`.
     """
     return make_algorithm(config).needs if config.needs is None else config.needs
 
 
 def not_a_term(term: str, algorithm: str) -> UserError:
-    """Returns the error for an algorithm that cannot be used as a term in the section `mix`."""
     return UserError(
         f"mix.{term}.algorithm.name",
         algorithm,

@@ -25,11 +25,7 @@ Keys = Callable[[Tensor], Tensor]
 
 
 def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tensor:
-    """Estimates, at each token, the KL from the old policy to the reference.
-
-    Returns:
-        (T,) float64, zero on prompt tokens.
-    """
+    """Estimates the KL from the old policy to the reference: (T,) float64, zero on prompt tokens."""
     old_T = batch.require("old_logp_T", needed_by).double()
     reference_T = batch.require("reference_logp_T", needed_by).double()
     return kl_estimate(old_T, reference_T, estimator) * batch.response_mask_T
@@ -277,7 +273,6 @@ def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
 
 
 def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """Returns, for each sample, the sum of the values in its group."""
     _, index_B = group_B.unique(return_inverse=True)
     return torch.bincount(index_B, value_B)[index_B]
 
@@ -331,5 +326,4 @@ def sample_column(value_B: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def repeated(value_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Repeats each value `lengths_B` times."""
     return torch.from_numpy(np.repeat(value_B.numpy(), lengths_B.numpy()))

@@ -28,7 +28,6 @@ def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
     Args:
         log_ratio_N: d_t = old - behaviour log-probability of each token.
         level: token: exp(d_t); sequence: exp(sum_t d_t); geometric: exp(mean_t d_t); none: 1.
-        sum_of: Function that returns, at each token, the sum over the token's response.
     """
     if level == "none":
         return torch.ones_like(log_ratio_N)
@@ -88,13 +87,7 @@ def off_policy_metrics(
     The definitions are the same as in the code of verl's rollout correction
     (verl/trainer/ppo/rollout_corr_helper.py). verl's documentation (docs/algo/rollout_corr.md)
     states the opposite sign for `log_ppl_diff` and another `ppl_ratio`. The metrics `correction/*`
-    are returned if `config` turns on weights or rejection.
-
-    Args:
-        batch: Samples with the engine's `behaviour_logp_T`.
-        old_logp_T: Log-probabilities of the policy at the start of the step, (T,) like the batch's
-            columns.
-        config: The section `algorithm.correction`; None if the algorithm has none.
+    are returned if `config`, the section `algorithm.correction`, turns on weights or rejection.
     """
     lengths_B, over = batch.response_lengths_B, OverTokens(batch)
     engine_R, old_R = (

@@ -122,5 +122,4 @@ def forward_kl(teacher_SK: Tensor, logp_SK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rest(mass_S: Tensor) -> Tensor:
-    """Returns the total probability of all other tokens: (S,)."""
     return (1 - mass_S).clamp(min=MIN_REST)

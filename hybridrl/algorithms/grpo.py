@@ -56,10 +56,8 @@ class Grpo(PolicyGradient[GrpoConfig]):
         self.max_resampling = config.max_resampling
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Assigns each sample's advantage to all its response tokens.
-
-        Raises:
-            BatchError: A group has too few samples to compare.
+        """Assigns each sample's advantage to all its response tokens. Raises BatchError if a group
+        is too small.
         """
         config, samples = self.config, batch.by_sample()
         reward_B = self.rewards(samples)
@@ -92,9 +90,6 @@ class Grpo(PolicyGradient[GrpoConfig]):
         """Returns a mask of the samples in groups whose advantages are all 0: (B,) bool.
 
         The KL in the reward and scaling over the whole batch are ignored.
-
-        Raises:
-            BatchError: See `advantages`.
         """
         samples = batch.by_sample()
         advantages_B = self._within_groups(self.rewards(samples), samples, batch.producer)
@@ -124,9 +119,8 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return {"advantages_T": response_column(kept_R, batch)}
 
     def _compare_parts(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the weighted sum of advantages of each part of the reward.
-
-        GDPO, Liu et al. 2026, arXiv 2601.05242, eq. 4, 5 and 7.
+        """Sums the weighted advantages of each part (GDPO, Liu et al. 2026, arXiv 2601.05242, eq.
+        4, 5, 7).
         """
         total_B = torch.zeros(samples.num_samples, dtype=torch.float64)
         for name, part_B in self._parts(samples, who).items():
@@ -135,7 +129,6 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return total_B
 
     def _parts(self, samples: SampleValues, who: Producer) -> dict[str, Tensor]:
-        """Returns the parts of the reward to compare, by name."""
         # The greedy response's reward is the same for the whole group; only ReMax uses it.
         found = {name: part_B for name, part_B in samples.reward_parts.items() if name != GREEDY}
         wanted = self.config.part_weights
@@ -163,9 +156,8 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
     def _greedy(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the reward of each prompt's greedy response: (B,) float64.
-
-        ReMax, Li et al. 2023, arXiv 2310.10505.
+        """Returns the reward of each prompt's greedy response (ReMax, Li et al. 2023, arXiv
+        2310.10505).
         """
         if GREEDY not in samples.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"

@@ -10,16 +10,12 @@ MAX_ERROR = 0.2
 
 @dataclass(frozen=True)
 class AdaptiveKl:
-    """Steers the KL to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
+    """Steers the KL to a target in nats per response (Ziegler et al. 2019, arXiv 1909.08593, sec.
+    2.2).
 
     coefficient <- coefficient (1 + e n / horizon), with e = clip(KL / target - 1, -0.2, 0.2) and n
     samples in the step, as in the authors' code (openai/lm-human-preferences). The paper's K_beta
     is n / horizon. n is capped at the horizon, so that the coefficient stays positive.
-
-    Args:
-        target: KL to reach, in nats per response.
-        horizon: Number of samples within which the coefficient changes by at most a factor of about
-            e^0.2.
     """
 
     target: float

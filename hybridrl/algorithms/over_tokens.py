@@ -89,23 +89,19 @@ class _Candidates(NamedTuple):
     counts_N: Array | None = None
 
     def at(self, which: Array) -> _Candidates:
-        """Returns the candidates at the given indices, or in the given mask."""
         return _Candidates(*(column_N[which] for column_N in self if column_N is not None))
 
     def first(self, count: int) -> _Candidates:
-        """Returns the `count` smallest candidates, sorted."""
         return self.at(np.lexsort((self.key_N, self.order_N))[:count])
 
     def are_up_to(self, bound: tuple[Any, Any]) -> Array:
-        """Returns a mask of the candidates that do not exceed the bound: (N,) bool."""
         order, key = bound
         found: Array = (self.order_N < order) | ((self.order_N == order) & (self.key_N <= key))
         return found
 
     def marks(self) -> _Candidates:
-        """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, with the last.
-
-        A mark's count is the number of candidates after the previous mark, with itself.
+        """Returns up to NUM_MARKS evenly spaced candidates, each with the count since the previous
+        one.
         """
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))

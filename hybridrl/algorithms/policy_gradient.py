@@ -129,16 +129,13 @@ class PolicyGradient(Generic[Config]):
         return {"policy/kl_coef": used, "policy/kl_sequence": kl}
 
     def state(self) -> dict[str, float]:
-        """Returns the KL coefficient if it is adaptive."""
         return {} if self._adaptive is None else {"kl_coef": self.kl_coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restores the KL coefficient."""
         if self._adaptive is not None:
             self.kl_coef = float(state.get("kl_coef", self.kl_coef))
 
     def weighted(self, loss_S: Tensor, micro: MicroBatch) -> Tensor:
-        """Multiplies each position's loss by its weight."""
         if self.config.aggregate != "sequence_mean":
             return loss_S
         if micro.loss_weights_S is not None:
@@ -208,7 +205,6 @@ class PolicyGradient(Generic[Config]):
         return logp_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
 
     def _correction_weights(self, old_S: Tensor, micro: MicroBatch) -> Tensor:
-        """Returns the factor of the objective at each position: (S,)."""
         behaviour_S = micro.require("behaviour_logp_S", self.name)
 
         def sum_of(value_S: Tensor) -> Tensor:
@@ -316,8 +312,8 @@ def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns, at each token, the mean over its response. The gradient flows only through the
-    token's own value.
+    """Returns, at each token, the mean over its response, with the gradient of the token's own
+    value.
 
     GSPO-token uses this form (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens of a
     response have the same weight, the total gradient equals the gradient of the mean.

@@ -60,7 +60,6 @@ class Ppo(PolicyGradient[PpoConfig]):
 
     def _positive_weights(self, batch: TrainBatch) -> Tensor:
         """Returns token weights for a mean over the samples that pass: (T,) float32, else zero.
-
         Used in VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         samples = batch.by_sample()
@@ -91,14 +90,10 @@ class Ppo(PolicyGradient[PpoConfig]):
 def clipped_value_loss(
     values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the clipped value loss from the PPO authors' code.
+    """Returns the clipped value loss, and a mask of the positions where it has no gradient.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 (openai/baselines, ppo2; Huang
     et al. 2022, "The 37 implementation details of PPO", no. 9).
-
-    Returns:
-        The loss, and a mask of the positions where the clipped term is larger, which has no
-        gradient.
     """
     near_S = old_values_S + (values_S - old_values_S).clamp(-clip, clip)
     plain_S, clipped_S = (values_S - returns_S).square(), (near_S - returns_S).square()

@@ -69,11 +69,8 @@ class ResponseLoss(Generic[Config]):
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns the loss whose gradient is minus the advantages; arguments as in
-        `Algorithm.loss`.
-
-        The value of this loss is the first-order change of L, which is 0 at the start of the step.
-        `feedback_metrics` reports L itself.
+        """Returns the loss whose gradient is minus the advantages: the first-order change of L,
+        which is 0 at the start of the step. `feedback_metrics` reports L itself.
         """
         mask_S = micro.loss_mask_S
         logp_S, entropy_S = (x.masked_fill(~mask_S, 0.0) for x in (logp_S, entropy_S.detach()))
@@ -107,7 +104,6 @@ class Dpo(ResponseLoss[DpoConfig | OnlineDpoConfig]):
     """
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of pairs."""
         return batch.num_samples / 2
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,10 +146,8 @@ class Kto(ResponseLoss[KtoConfig]):
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages and removes the unrelated samples.
-
-        Raises:
-            BatchError: No sample or every sample is unrelated.
+        """Computes the advantages and removes the unrelated samples. Raises BatchError if no sample
+        or every sample is unrelated.
         """
         none_B = torch.zeros(batch.num_samples)
         is_unrelated_B = batch.reward_parts.get(UNRELATED, none_B) > 0
@@ -168,7 +162,6 @@ class Kto(ResponseLoss[KtoConfig]):
         return super().advantages(kept)
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of responses."""
         return float(batch.num_samples)
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -182,10 +175,8 @@ class Kto(ResponseLoss[KtoConfig]):
 
 
 def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Returns the indices of the better and of the worse samples, both ordered by group.
-
-    Raises:
-        BatchError: A group does not consist of two samples with different rewards.
+    """Returns the indices of the better and of the worse samples, both ordered by group. Raises
+    BatchError if a group does not consist of two samples with different rewards.
     """
     groups, counts = batch.group_B.unique(return_counts=True)
     order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
@@ -217,8 +208,7 @@ def log_odds(logp: Tensor) -> Tensor:
 
 
 def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Returns the metrics of a step on pairs or labels, computed before the step's update. Returns
-    {} for other batches.
+    """Returns the metrics of a step on pairs or labels, before its update; {} for other batches.
 
     `preference/accuracy` is the fraction of (better, worse) pairs that the implicit rewards order
     correctly; a tie counts half. With labels, every desirable response of the step is paired with

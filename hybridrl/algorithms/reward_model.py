@@ -64,7 +64,6 @@ class RewardModel:
         return loss_B.index_add(0, chosen_P, loss_P / 2).index_add(0, rejected_P, loss_P / 2)
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of pairs."""
         return batch.num_samples / 2
 
     def loss(

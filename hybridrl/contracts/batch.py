@@ -2,15 +2,14 @@
 
     Prompt -> Rollout -> RolloutBatch -> ScoredBatch -> TrainBatch -> MicroBatch
 
-Owns the layout of a batch; independent of engines, models and algorithms. A batch of B samples is
-ragged and flat: `tokens_T` concatenates the prompt and response tokens of all samples, and
-`lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token column describes
-token t, given the earlier tokens of the same sample. Entries are zero for tokens that were not
-sampled: prompt tokens, and tokens that an environment inserted into the response. Blobs are ragged
-arrays that only some models understand (blobs.py). Batches are on the CPU, so that no check waits
-for a device. A `MicroBatch` packs several samples and is moved to the device. In the columns of a
-`MicroBatch`, which have the suffix _S, the entry for token t is at the position of token t - 1,
-which predicts token t.
+A batch of B samples is ragged and flat: `tokens_T` concatenates the prompt and response tokens of
+all samples, and `lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token
+column describes token t, given the earlier tokens of the same sample. Entries are zero for tokens
+that were not sampled: prompt tokens, and tokens that an environment inserted into the response.
+Blobs are ragged arrays that only some models understand (blobs.py). Batches are on the CPU, so that
+no check waits for a device. A `MicroBatch` packs several samples and is moved to the device. In its
+columns, which have the suffix _S, the entry for token t is at the position of token t - 1, which
+predicts token t.
 
 Invariant: every instance of these types has passed all checks and never changes.
 
@@ -96,7 +95,6 @@ class RolloutBatch:
     """B sampled responses with their prompts.
 
     Attributes:
-        prompts: Prompt of each sample.
         sample_ids_B: Number of each sample, unique in the run. Consecutive sequences of the same
             sample have the same number.
         group_B: Index of the prompt within the step; samples for the same prompt share it.
@@ -104,8 +102,7 @@ class RolloutBatch:
         lengths_B: Number of prompt and response tokens.
         prompt_lengths_B: Number of prompt tokens.
         behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
-        versions_B: Version of the weights that sampled the response; the oldest version if there
-            are several.
+        versions_B: Version of the weights that sampled the response; the oldest of several.
         finished_B: Whether the response ended with a stop token, not at a limit.
         producer: Code that created the batch, for errors.
         observed_T: Whether the token came from an environment, (T,) bool; None without
@@ -122,7 +119,6 @@ class RolloutBatch:
         branch_tokens_B: Number of leading positions that the two share (branches.py).
         context_B: Digest of the context, or -1 (branches.py).
         holders: Ranks that have the tokens of each sample; None if every rank has all tokens.
-        blobs: Blobs by name.
     """
 
     prompts: tuple[Prompt, ...]
@@ -193,19 +189,17 @@ class RolloutBatch:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the batch, B; with agents, the number of sequences."""
+        """Number of samples, B; with agents, the number of sequences."""
         return len(self.prompts)
 
     @cached_property
     def sequences(self) -> SampleSequences:
-        """Mapping between samples and their sequences."""
         return SampleSequences.of(self.sample_ids_B, self.sequence_B)
 
     @property
     def prompt_group_B(self) -> Tensor:
         """Index of each row's prompt: rows with the same index begin with the same tokens. With
-        agents, no two rows share an index, because the contexts of sequences differ; `branch_of_B`
-        says what they have in common.
+        agents, the contexts of all rows differ; `branch_of_B` says what they have in common.
         """
         return self.group_B if self.sequence_B is None else torch.arange(self.num_samples)
 
@@ -257,9 +251,7 @@ class RolloutBatch:
 
     @cached_property
     def response_mask_T(self) -> Tensor:
-        """Whether each token contributes to the loss, because it was sampled or demonstrated: (T,)
-        bool.
-        """
+        """Whether each token is learned, because it was sampled or demonstrated: (T,) bool."""
         starts_H = self.offsets[:-1] + self.of_held(self.prompt_lengths_B)
         starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
         mask_T = torch.arange(self.num_tokens) >= starts_T
@@ -270,8 +262,8 @@ class RolloutBatch:
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values for all samples, (B,) or (B, K), from the values for the samples on
-        this rank, (H,) or (H, K). Collective if `holders` is set.
+        """Returns all samples' values, (B,) or (B, K), from those of this rank's samples, (H,) or
+        (H, K). Collective if `holders` is set.
         """
         return value_H if self.holders is None else self.holders.completed(value_H)
 
@@ -284,8 +276,8 @@ class RolloutBatch:
         return places_B[index_N]
 
     def token_places(self, places_N: Tensor) -> Tensor:
-        """Returns the indices in `tokens_T` of all tokens of the given samples, one sample after
-        another. `places_N` contains the indices of these samples among the samples on this rank.
+        """Returns the indices in `tokens_T` of all tokens of some samples, one after another.
+        `places_N` are indices among the samples on this rank.
         """
         return row_places(self.lengths_H, places_N)
 
@@ -360,9 +352,7 @@ class RolloutBatch:
         return replace(self, **chosen)
 
     def split(self, parts: int | Sequence[int]) -> list[Self]:
-        """Splits the batch into consecutive parts: `parts` equal parts, or parts with the given
-        sizes.
-        """
+        """Splits into consecutive parts: `parts` equal ones, or parts with the given sizes."""
         num = self.num_samples
         sizes = [num // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
         if sum(sizes) != num or min(sizes, default=0) < 1:
@@ -472,20 +462,17 @@ class ScoredBatch(RolloutBatch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainBatch(ScoredBatch):
-    """A ScoredBatch with the columns that losses read. Columns are (T,) float32 unless stated
-    otherwise.
+    """A ScoredBatch with the columns that losses read, (T,) float32 unless stated otherwise.
 
     Attributes:
         old_logp_T: Log-probabilities from the policy at the start of the step.
-        reference_logp_T: Log-probabilities from the frozen reference model.
+        reference_logp_T, teacher_logp_T: Those from the frozen reference model and the teacher.
         values_T: Value of the state in which token t was sampled. For a reward model, the score at
             token t.
-        advantages_T: Advantage of each token.
         returns_T: Training targets for `values_T`.
         term_weights_T: Per-token weights of an additional loss term that the algorithm defines.
         loss_weights_T: Per-token weights of the loss; None if the loss derives them from the
             lengths of sequences.
-        teacher_logp_T: Log-probabilities from the teacher.
         teacher_tokens_TK: The K tokens that the teacher considers most probable at the place of
             token t, (T, K) int32.
         teacher_logp_TK: Log-probabilities of `teacher_tokens_TK`, (T, K).

@@ -50,9 +50,8 @@ def declare(kind: BlobKind) -> BlobKind:
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Returns descriptions of a wrong type of a blob's values, and of the allowed ones, or None.
-
-    `num_dims` includes the dimension of rows.
+    """Returns descriptions of a wrong type of a blob's values, and of the allowed ones, or None;
+    the dimension of rows is counted in `num_dims`.
     """
     kind = KINDS.get(name)
     if kind is None:

@@ -59,7 +59,6 @@ def branches_of(rollouts: Sequence[Rollout]) -> list[Branch]:
 
 
 def _first_trained(rollout: Rollout) -> int:
-    """Returns the index of the first trained token in the sequence."""
     observed = rollout.observed or ()
     leading = next((i for i, is_observed in enumerate(observed) if not is_observed), len(observed))
     return len(rollout.prompt.tokens) + leading

@@ -31,7 +31,6 @@ class Producer:
 
     @staticmethod
     def of(source: object, what: str) -> Producer:
-        """Returns a Producer named `what` for a function, class or object."""
         target: Any = inspect.unwrap(source) if callable(source) else source
         target = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
         return Producer(what, *_source(target))
@@ -105,7 +104,6 @@ _KEY = "column"
 
 
 def holds(column: Column) -> dict[str, Column]:
-    """Returns metadata that marks a field as a column."""
     return {_KEY: column}
 
 
@@ -149,7 +147,6 @@ def check(
 
 
 def _first(value: Tensor, is_wrong: Tensor) -> str:
-    """Describes the first wrong value and its index for a message."""
     where = tuple(is_wrong.nonzero()[0].tolist())
     return f"returned {value[where].item()} at index {where[0]}"
 

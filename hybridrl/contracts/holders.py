@@ -60,12 +60,10 @@ class Holders:
         return self.by_rank_BW[self.rows_H].int().argmax(1) == self.ranks.rank
 
     def select(self, index_B: Tensor) -> Self:
-        """Returns the holders for the samples at these indices, in this order."""
         return replace(self, by_rank_BW=self.by_rank_BW[index_B], num_parts=1)
 
     @staticmethod
     def concat(parts: Sequence[Holders]) -> Holders:
-        """Concatenates the holders of all parts."""
         by_rank_BW = torch.cat([part.by_rank_BW for part in parts])
         return replace(parts[0], by_rank_BW=by_rank_BW, num_parts=1)
 

@@ -20,16 +20,8 @@ def check_lengths(
     has_contexts: bool,
     producer: Producer,
 ) -> None:
-    """Checks the lengths of samples and of their prompts.
-
-    Args:
-        prompts: Prompt of each sample.
-        lengths_B, prompt_lengths_B: See RolloutBatch.
-        has_contexts: Whether agents rendered their own contexts in place of the prompts.
-        producer: Code that created the batch.
-
-    Raises:
-        BatchError: A length is impossible, or differs from the prompt's.
+    """Raises BatchError if a length is impossible, or differs from the prompt's; agents may have
+    rendered their own contexts (`has_contexts`) in place of the prompts.
     """
     for name, value in zip(LENGTHS, (lengths_B, prompt_lengths_B), strict=True):
         check(value, name, INTEGER, len(prompts), producer, NO_MASK)
@@ -51,16 +43,8 @@ def check_lengths(
 def check_observed_counts(
     counts_B: Tensor, response_lengths_B: Tensor, has_holders: bool, producer: Producer
 ) -> None:
-    """Checks the numbers of observed tokens.
-
-    Args:
-        counts_B: `num_observed_B` of a RolloutBatch.
-        response_lengths_B: Number of tokens in each response, (B,) int64.
-        has_holders: Whether ranks have the tokens of different samples.
-        producer: Code that created the batch.
-
-    Raises:
-        BatchError: A count is impossible, or the counts are not needed.
+    """Raises BatchError if a number of observed tokens is impossible, or not needed, because all
+    ranks have all tokens.
     """
     name = "num_observed_B"
     check(counts_B, name, INTEGER, len(response_lengths_B), producer, NO_MASK)

@@ -109,7 +109,6 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions that contain a token, not padding."""
         return int((self.sequence_index_S >= 0).sum())
 
     @property
@@ -142,7 +141,6 @@ class MicroBatch:
         )
 
     def _map(self, change: Callable[[Tensor], Tensor], all_inputs: bool = False) -> MicroBatch:
-        """Applies `change` to all per-position tensors, and to all model inputs if asked."""
         named = ((name, getattr(self, name)) for name in PER_POSITION)
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         changed["model_inputs"] = {

@@ -24,10 +24,9 @@ _HEADER = "contents"
 
 @dataclass(frozen=True)
 class Content:
-    """A part of a prompt that is not text.
+    """A part of a prompt that is not text, such as a `kind` `image`.
 
     Args:
-        kind: Name of the kind, such as `image`.
         start: Index of the first placeholder among the prompt's tokens.
         num_tokens: Number of placeholders, 1 or more.
         key: Text that identifies the content, such as a digest of the arrays. Different content
@@ -96,7 +95,6 @@ class Prompt:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts of the prompt, in order."""
         found: list[Part] = []
         start = 0
         for content in self.contents:

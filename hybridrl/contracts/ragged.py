@@ -75,9 +75,8 @@ def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: T
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A blob of one kind: rows (N, ...) for this rank's samples, on the CPU, and numbers of rows.
-
-    num_rows_B is (B,) int64, for every sample of the batch.
+    """A blob of one kind: rows (N, ...) for this rank's samples, on the CPU, and numbers of rows
+    (B,) int64 for every sample of the batch.
     """
 
     values_N: Tensor
@@ -85,10 +84,8 @@ class Blob:
 
 
 def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
-    """Joins the blobs of several samples. A sample without a blob contributes no rows.
-
-    Raises:
-        ValueError: Rows of the same blob have different shapes or dtypes.
+    """Joins the blobs of several samples. A sample without a blob contributes no rows. Raises
+    ValueError if rows of the same blob have different shapes or dtypes.
     """
     found = {}
     for name in {name: None for blobs in of_samples for name in blobs}:
@@ -128,9 +125,8 @@ def blobs_of(rollouts: Sequence[Rollout], who: Producer) -> dict[str, Blob]:
 def check_blob(
     name: str, blob: Blob, lengths_B: Tensor, rows_H: Tensor, producer: Producer
 ) -> None:
-    """Raises BatchError unless a blob fits its kind and the batch.
-
-    `rows_H` are the indices of the samples whose tokens are on this rank.
+    """Raises BatchError unless a blob fits its kind and the batch, of which this rank has the rows
+    `rows_H`.
     """
     values_N, num_rows_B = blob.values_N, blob.num_rows_B
     check_blob_type(name, str(values_N.dtype).removeprefix("torch."), values_N.ndim, producer)

@@ -18,10 +18,8 @@ from hybridrl.contracts.samples import Rollout
 def rollout_columns(
     rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
 ) -> dict[str, Any]:
-    """Returns the fields of a RolloutBatch, by name. `groups[i]` is the prompt index of rollout i.
-
-    Raises:
-        BatchError: The rollouts do not form a batch.
+    """Returns the fields of a RolloutBatch, by name; rollout i answers prompt `groups[i]`. Raises
+    BatchError if the rollouts do not form a batch.
     """
     check_rollouts(rollouts, groups, producer)
     logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)

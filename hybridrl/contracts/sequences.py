@@ -20,16 +20,13 @@ from torch import Tensor
 class SampleSequences:
     """Maps values of samples to values of sequences, and back.
 
-    Args:
-        counts_E: Number of sequences of each sample, (E,) int64; None if every sample is one
-            sequence.
+    `counts_E` are the numbers of sequences of each sample, (E,) int64; None if all are 1.
     """
 
     counts_E: Tensor | None
 
     @staticmethod
     def of(sample_ids_B: Tensor, sequence_B: Tensor | None) -> SampleSequences:
-        """Returns the mapping for a batch with these columns."""
         if sequence_B is None:
             return SampleSequences(None)
         return SampleSequences(sample_ids_B.unique_consecutive(return_counts=True)[1])
@@ -65,14 +62,8 @@ class SampleSequences:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleValues:
-    """Values of a batch with one entry per sample, independent of the number of sequences.
-
-    Attributes:
-        sample_ids_B, group_B: Number of each sample, and index of its prompt.
-        reward_B: Reward of each sample, (B,) float32.
-        reward_parts: Terms of the rewards by name, each (B,) float32.
-        response_lengths_B: Number of sampled tokens in all sequences of each sample.
-        finished_B: Whether each sample's last sequence ended with a stop token.
+    """Values of a batch with one entry per sample; `response_lengths_B` counts the sampled tokens
+    of all its sequences, and `finished_B` is its last sequence's.
     """
 
     sample_ids_B: Tensor
@@ -84,5 +75,4 @@ class SampleValues:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
         return len(self.sample_ids_B)

@@ -91,9 +91,8 @@ def render_chats(
     bad: BadRows,
     may_split: bool,
 ) -> Iterator[Row]:
-    """Yields rows with the text that the model receives.
-
-    Renders messages, and also plain texts if `data.chat_template` is set.
+    """Yields rows with the text that the model receives: rendered messages, and rendered texts if
+    `data.chat_template` is set.
 
     Args:
         rows: Rows whose prompt is a text (the user's message) or messages, and whose responses are
@@ -122,9 +121,8 @@ def render_chats(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant: the model's input, and `text`, which begins with it.
-
-    The learned text ends at `end`. `lacks_end` says whether no special token ends the turn.
+    """A turn of the assistant, with the model's input `before`; `text` is learned from there to
+    `end`.
     """
 
     before: str
@@ -134,8 +132,6 @@ class _Turn:
 
 
 class _ChatRenderer:
-    """Renders rows with a tokenizer's template. Error messages refer to the first chat, `row`."""
-
     def __init__(
         self, tokenizer: Any, row: Row, config: DataConfig, counts: ChatCounts, may_split: bool
     ) -> None:
@@ -212,7 +208,6 @@ class _ChatRenderer:
     def _chats(
         self, row: Row, template: str, prompt: list[Message], response: list[Message], tools: Any
     ) -> list[Chat]:
-        """Returns the samples for a prompt and a response, several if turns are split."""
         messages = [*prompt, *response]
         if _GENERATION.search(template):
             chats = [self._marked(row, template, messages, prompt, tools)]
@@ -238,9 +233,8 @@ class _ChatRenderer:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns the samples for the assistant's messages from index `first` on.
-
-        A sample has consecutive turns that are rendered in the same way when later turns follow.
+        """Returns samples of consecutive turns, from message `first` on, that are rendered in the
+        same way when later turns follow.
         """
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
@@ -259,7 +253,6 @@ class _ChatRenderer:
         return chats or [Chat(text, (), False)]
 
     def _turn(self, row: Row, template: str, messages: list[Message], tools: Any) -> _Turn:
-        """Returns the turn for the last message, which must come from the assistant."""
         *earlier, message = messages
         before = self._render(row, template, earlier, tools, True)[0]
         finished = self._without_tail(template, self._render(row, template, messages, tools)[0])
@@ -285,12 +278,12 @@ class _ChatRenderer:
         before: str,
         finished: str,
     ) -> str:
-        """Returns the text to produce if the finished turn lacks the generation prompt's open tag.
+        """Returns the text to produce if the finished turn lacks the generation prompt's open tag
+        (`<think>` for DeepSeek-R1).
 
-        (`<think>` for DeepSeek-R1.) Usually this is what follows the finished turn's common
-        beginning with the generation prompt. If the template cuts off part of the message
-        (everything up to `</think>`), it is the whole message without a repeated opening tag, plus
-        the text that the template appends.
+        Usually this is what follows the finished turn's common beginning with the generation
+        prompt. If the template cuts off part of the message (everything up to `</think>`), it is
+        the whole message without a repeated opening tag, plus the text that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -360,9 +353,8 @@ class _ChatRenderer:
         is_open: bool = False,
         marks: bool = False,
     ) -> tuple[str, Spans]:
-        """Returns the rendered messages and, with `marks`, the spans of `{% generation %}` blocks.
-
-        `is_open` appends the generation prompt, which begins the assistant's turn.
+        """Returns the rendered messages and, with `marks`, the spans of `{% generation %}` blocks;
+        `is_open` appends the generation prompt.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -411,9 +403,8 @@ def _messages(value: object, system: str | None) -> list[Message]:
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of a prompt and of its response up to the last learned token.
-
-    `gaps` are the start and end of each run of response tokens that are not learned, flat.
+    """The tokens of a prompt and of its response up to the last learned one, with gaps as in
+    `Prompt`.
     """
 
     prompt: tuple[int, ...]
@@ -443,9 +434,8 @@ def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Splits the tokens of a chat with at least 1 run into prompt and response.
-
-    By default, all tokens before the first learned token belong to the prompt.
+    """Splits the tokens of a chat; by default, the prompt has all tokens before the first learned
+    one.
     """
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]

@@ -44,7 +44,6 @@ class Encoded:
     """A row's tokens.
 
     Args:
-        text: Text of the prompt.
         responses: Tokens of each response, up to the last learned token.
         gaps: For each response, the start and end of each run of tokens that are not learned, flat.
         is_in_part: Whether only the first part was tokenized, because the row is too long.
@@ -88,8 +87,8 @@ def encoded_rows(
 
     Args:
         rows: Rows with texts, or with Chats as responses.
-        names: Columns of the prompt and of the responses.
-        limits: Maximum number of tokens in each of these columns.
+        names, limits: Columns of the prompt and of the responses, and their maximum numbers of
+            tokens.
         ends: End tokens of responses. A response that ends with none of them receives the
             tokenizer's end token.
         adds_special: Whether the tokenizer's leading special tokens are added to prompts that no
@@ -132,7 +131,6 @@ def encoded_rows(
 
 
 def _chunks(rows: Iterable[Row], names: Sequence[str]) -> Iterator[list[Row]]:
-    """Groups rows into chunks for one tokenizer call each."""
     chunk: list[Row] = []
     num = 0
     for row in rows:
@@ -155,10 +153,7 @@ def _encode_texts(
     ends: Collection[int],
     front: Tokens,
 ) -> Iterator[Encoded]:
-    """Yields the tokenized rows of a chunk in which all columns are texts.
-
-    `encoder` continues prompts with responses; `front` begins prompts without a template.
-    """
+    """Yields the rows of a chunk of texts; `front` begins prompts without a template."""
     encoded: list[list[list[int]]] = []
     encode: Encode = encoder.plain
     for name, limit in zip(names, limits, strict=True):
@@ -280,10 +275,7 @@ def _chat_tokens(
 def _tokenize_with_offsets(
     place: str, text: str, encoder: TextTokens, limit: int, is_continued: bool = False
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a text, or its first ones if it is far too long, with offsets.
-
-    `is_continued` says whether the text continues a sequence.
-    """
+    """Returns the tokens of a text, or its first ones if it is far too long, with offsets."""
     most = _first_characters(limit)
     while True:
         try:
@@ -304,10 +296,8 @@ def _tokenize_with_offsets(
 
 
 def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
-    """Returns the tokens of each text in a list of pairs (place, text).
-
-    Raises:
-        BadRowError: The tokenizer fails on a text; the error names its place.
+    """Returns the tokens of texts, given with their places. Raises BadRowError if the tokenizer
+    fails.
     """
     try:
         parts = [text[: _first_characters(limit)] for _, text in texts]

@@ -13,13 +13,10 @@ ANSWER = "the answer of the assistant"
 
 
 def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of responses in ascending order.
-
-    They come from config.json, generation_config.json (if it exists), the tokenizer and the chat
-    template (the token with which it ends the assistant's turn).
-
-    Raises:
-        ModelError: generation_config.json names an end token that is not in the model's vocabulary.
+    """Returns the end tokens of responses in ascending order: those of config.json,
+    generation_config.json (if it exists), the tokenizer and the chat template (the token with which
+    it ends the assistant's turn). Raises ModelError if generation_config.json names one outside the
+    vocabulary.
     """
     return own_end_tokens(
         tokenizer, [*end_tokens_of(hf_config), *declared_end_tokens(model, hf_config)]
@@ -27,16 +24,15 @@ def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any)
 
 
 def own_end_tokens(tokenizer: Any, declared: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns `declared` end tokens and those of tokenizer and template, in ascending order."""
     found = {*declared, tokenizer.eos_token_id, turn_end(tokenizer)}
     return tuple(sorted(found - {None}))
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Returns the special token with which the chat template ends a turn of the assistant.
+    """Returns the special token with which the chat template ends a turn of the assistant, if any.
 
-    None without a template or such a token. The token follows the last answer of a chat; between
-    two turns, a template may put a different one (gpt-oss).
+    The token follows the last answer of a chat; between two turns, a template may put a different
+    one (gpt-oss).
     """
     if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
         return None
@@ -55,5 +51,4 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def shown_tokens(tokenizer: Any, tokens: Iterable[int]) -> str:
-    """Decodes tokens into a readable list for messages."""
     return ", ".join(str(tokenizer.decode([token])) or str(token) for token in tokens)

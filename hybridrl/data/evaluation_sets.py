@@ -106,12 +106,8 @@ FORMS: Mapping[str, Form] = {
 def set_rows(
     section: EvalSetConfig, data: DataConfig, reads_images: bool = False
 ) -> Iterator[dict[str, object]]:
-    """Yields each row of an evaluation set as `prompt`, `answer` and its other columns.
-
-    `data` has the column names of the form `prompts`.
-
-    Raises:
-        DataError: A row does not have the form; the error names the first such row.
+    """Yields each row of an evaluation set as `prompt`, `answer` and its other columns; `data` has
+    the column names of the form `prompts`. Raises DataError for the first row without the form.
     """
     paths, is_own = section.path or (), section.form == "prompts"
     rows = (
@@ -154,7 +150,6 @@ def _instructed(prompt: Any, instruction: str) -> Any:
 
 
 def _with_images(row: Row, reads_images: bool) -> Row:
-    """Returns a row of a published form with its images apart from its other columns."""
     refuse_videos(row)
     media = images_of(row, row.columns)
     names = {index: f"image_{number}" for number, index in media.numbers.items()}

@@ -13,7 +13,6 @@ from hybridrl.errors import BadRowError, DataError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the column that contains the margin or the label, if rows have one."""
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []
@@ -23,9 +22,7 @@ def checked(
     rows: Iterable[Row], config: DataConfig, feedback: Feedback | None, bad: BadRows
 ) -> Iterator[Row]:
     """Yields rows with different responses and a valid margin or label; counts others in `bad`.
-
-    Raises:
-        DataError: Raised after the last row if all rows have the same label.
+    Raises DataError after the last row if all rows have the same label.
     """
     labels: set[bool] = set()
     for row in rows:
@@ -59,7 +56,6 @@ def _check(row: Row, config: DataConfig, feedback: Feedback | None) -> None:
 
 
 def equal_sides(row: Row, config: DataConfig) -> BadRowError:
-    """Returns the error for a pair whose two responses are equal."""
     return BadRowError(
         row.place,
         f"equal responses in {config.chosen_key!r} and {config.rejected_key!r}",
@@ -69,7 +65,6 @@ def equal_sides(row: Row, config: DataConfig) -> BadRowError:
 
 
 def check_classes(labels: set[bool], config: DataConfig) -> None:
-    """Raises DataError unless both labels occur."""
     for label in (True, False):
         if label not in labels:
             shown = str(label).lower()

@@ -52,7 +52,6 @@ Parts = list[Text]
 
 
 def kind_of(feedback: Feedback | None, has_responses: bool) -> Kind:
-    """Returns the kind of rows that an algorithm needs."""
     if not has_responses:
         return "prompts"
     return "demonstrations" if feedback is None else feedback
@@ -140,11 +139,8 @@ def validate_file(
 
 
 def normalize_row(row: Row, config: DataConfig, kind: Kind, reads_images: bool) -> Row:
-    """Returns a row with the columns of its kind, each a text or a list of messages.
-
-    Raises:
-        BadRowError: The row has no known form, or its values do not fit the form.
-        DataError: The row has videos.
+    """Returns a row with the columns of its kind, each a text or a list of messages. Raises
+    BadRowError if it has no known form, or does not fit it, and DataError for videos.
     """
     refuse_videos(row)
     names = text_columns(config, kind)
@@ -172,7 +168,6 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind, reads_images: bool) 
 
 
 def _without(columns: Mapping[str, object], media: Found) -> dict[str, object]:
-    """Returns columns without those of images; null columns are kept."""
     return {key: value for key, value in columns.items() if value is None or key in media.columns}
 
 
@@ -186,7 +181,6 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing(row: Row, name: str) -> BadRowError:
-    """Returns the error for a row that lacks a column."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
@@ -228,7 +222,6 @@ def _has_own_keys(config: DataConfig, kind: Kind) -> bool:
 
 
 def _checked(row: Row, name: str, value: Text) -> Text:
-    """Returns the value, after checking that it is a non-empty text or list of messages."""
     if isinstance(value, list | tuple):
         return chat(row.place, name, value)
     if not isinstance(value, str) or not value:
@@ -343,7 +336,6 @@ def _transcript_messages(row: Row, name: str, value: object) -> list[Message]:
 
 
 def _cut_at_last(row: Row, name: str, value: object) -> tuple[str, str]:
-    """Splits a transcript after its last "Assistant:"."""
     _transcript_messages(row, name, value)
     text, turns = str(value), list(_TURN.finditer(str(value)))
     end = max((turn.end() for turn in turns if turn[1] == "Assistant"), default=0)
@@ -372,9 +364,8 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
 
 
 def _prompt(columns: Mapping[str, Any], key: str) -> Any:
-    """Returns a prompt joined with the input or context of Alpaca and Dolly rows.
-
-    With a system text, returns a system message and a user message instead.
+    """Returns a prompt joined with the input or context of Alpaca and Dolly rows; with a system
+    text, a system message and a user message instead.
     """
     asked, more = columns[key], columns.get("input") or columns.get("context")
     if key == "instruction" and isinstance(asked, str) and isinstance(more, str) and more.strip():

@@ -61,7 +61,6 @@ class ImageTokens:
     """How a model's prompts contain images.
 
     Args:
-        processor: Prepares images for the model.
         identity: Digest of everything that decides how images become tokens.
         text: Text that the tokenizer encodes as the tokens of an image: start, placeholder, end.
         placeholder: Token that stands for an image, and is repeated for its features.
@@ -76,16 +75,8 @@ class ImageTokens:
 def image_tokens(
     vision: VisionShape, directory: Path, tokenizer: Any, max_pixels: int
 ) -> ImageTokens:
-    """Returns how the prompts of a model contain images.
-
-    Args:
-        vision: Sizes of the model's tower.
-        directory: Directory with the processor's files.
-        tokenizer: Tokenizer of transformers.
-        max_pixels: `data.max_image_pixels`.
-
-    Raises:
-        UserError: The processor's files are missing, or do not allow images this small.
+    """Returns how the prompts of a model contain images; `directory` has the processor's files.
+    Raises UserError if these are missing, or do not allow images of `data.max_image_pixels`.
     """
     if importlib.util.find_spec("PIL") is None:
         raise UserError(
@@ -122,7 +113,6 @@ class Found(NamedTuple):
     """A row's images, in the order of their columns.
 
     Args:
-        images: The images.
         columns: The row's columns without its images.
         numbers: Index of each image by the number in its column's name, image_1 being 1.
     """
@@ -133,13 +123,8 @@ class Found(NamedTuple):
 
 
 def images_of(row: Row, columns: Mapping[str, object], with_numbers: bool = True) -> Found:
-    """Separates a row's images from its other columns.
-
-    Args:
-        with_numbers: Whether columns such as image_1 contain images.
-
-    Raises:
-        BadRowError: A value is not an image.
+    """Separates a row's images from its other columns, also from columns such as image_1
+    (`with_numbers`). Raises BadRowError if a value is not an image.
     """
     images: list[Image] = []
     numbers: dict[int, int] = {}
@@ -162,9 +147,7 @@ def images_of(row: Row, columns: Mapping[str, object], with_numbers: bool = True
 
 
 def _has_images(row: Row, value: object) -> bool:
-    """Whether a column's value is one or several images. A text may be anything, such as the name
-    of a container's image.
-    """
+    """Whether a value is an image; a text may be anything, such as the name of a container's image."""
     if isinstance(value, str):
         if value.lower().endswith(_ENDINGS) or value.startswith(("data:", "file://")):
             return True
@@ -224,7 +207,6 @@ def _path(row: Row, text: str) -> Path:
 
 
 def _file_size(path: Path) -> int | None:
-    """Returns a regular file's size; None if there is no such file."""
     try:
         found = path.stat()
     except (OSError, ValueError):  # such as a name that is too long
@@ -248,12 +230,7 @@ def folder_of(row: Row) -> Path:
 
 
 def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tuple[Image, ...]]:
-    """Marks the place of each image in the prompt.
-
-    Args:
-        row: The row.
-        parts: Prompt and responses of the row, each a text or messages.
-        found: Images of the row's columns.
+    """Marks the place of each image in the prompt; `parts` are the row's prompt and responses.
 
     Returns:
         The parts. In messages, an image is a part `{"type": "image"}`; in a text, it is `<image>`.
@@ -310,7 +287,6 @@ def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tup
 
 
 def _index_of(row: Row, number: str, found: Found) -> int:
-    """Returns the index of the image with a number. Raises BadRowError if there is none."""
     numbers = found.numbers or {index + 1: index for index in range(len(found.images))}
     index = numbers.get(int(number)) if len(number) < 10 else None
     if index is None:
@@ -412,7 +388,7 @@ def _text(text: str) -> list[dict[str, str]]:
 
 
 def refuse_images(row: Row) -> DataError:
-    """Returns the error for a row with images, if the model reads only text. Training on the text
+    """Returns the error for a row with images, if the model reads only text: training on the text
     alone would be a different task.
     """
     got = f"{len(row.images)} images" if len(row.images) > 1 else "an image"
@@ -439,9 +415,7 @@ def read_images(row: Row, processor: Decides) -> list[Content]:
 
 
 def marked_texts(rows: Iterable[Row], prompt_key: str, images: ImageTokens) -> Iterator[Row]:
-    """Yields rows; in prompts that no template rendered, marks of images become the text of the
-    images' tokens.
-    """
+    """Yields rows; in prompts without a template, marks become the text of the images' tokens."""
     for row in rows:
         if not row.images or row.is_rendered:
             yield row
@@ -466,10 +440,7 @@ def expanded(
     row: Row, tokens: tuple[int, ...], contents: Sequence[Content], placeholder: int
 ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
     """Returns a prompt's tokens with an image's placeholder repeated for each of its features, and
-    the images at their places.
-
-    Raises:
-        BadRowError: The prompt has more or fewer placeholders than images.
+    the images at their places. Raises BadRowError if placeholders and images differ in number.
     """
     found: list[int] = []
     images: list[Content] = []

@@ -41,10 +41,8 @@ _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "va
 
 
 def chat(place: str, name: str, value: object) -> list[Message]:
-    """Returns the messages in column `name` of a row at `place`.
-
-    Raises:
-        BadRowError: The value is not a list of messages.
+    """Returns the messages in column `name` of a row. Raises BadRowError if the value is no list of
+    these.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
@@ -53,10 +51,8 @@ def chat(place: str, name: str, value: object) -> list[Message]:
 
 
 def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | None:
-    """Returns the tool schemas in one column of a row, which contains a list or JSON text.
-
-    Raises:
-        BadRowError: The value contains no valid schemas.
+    """Returns the tool schemas in a column, a list or JSON text. Raises BadRowError for other
+    values.
     """
     if value is None or value in ("", []):
         return None

@@ -45,7 +45,6 @@ class MixedPrompts(PromptSource):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def older_fingerprint(self) -> str:
-        """Returns the fingerprint in the format of older releases."""
         return self._joined([part.older_fingerprint() for part in self._parts])
 
     def __len__(self) -> int:
@@ -57,7 +56,6 @@ class MixedPrompts(PromptSource):
         return sum(self._taken) / len(self)
 
     def take(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts."""
         return [self._next() for _ in range(num)]
 
     def _next(self) -> Prompt:
@@ -69,7 +67,6 @@ class MixedPrompts(PromptSource):
         return self._parts[number].take(1)[0]
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for `load_state`, as JSON values."""
         taken: dict[str, int | str] = {f"taken/{i}": num for i, num in enumerate(self._taken)}
         return {"fingerprint": self._fingerprint, **taken}
 
@@ -83,10 +80,8 @@ class MixedPrompts(PromptSource):
 
 
 def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
-    """Creates the source that supplies the prompts of a run.
-
-    Raises:
-        DataError: All prompts of a weighted source are too long.
+    """Creates the source of a run's prompts. Raises DataError if all prompts of a weighted source
+    are too long.
     """
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
@@ -109,10 +104,8 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
 
     A prompt's tokens and images decide, so equal prompts stay together, and further rows move no
     prompt. All samples of one chat go to the same part. If a small share would leave a part empty,
-    it gets the prompt nearest to the limit.
-
-    Raises:
-        DataError: All prompts are equal, or come from one chat.
+    it gets the prompt nearest to the limit. Raises DataError if all prompts are equal, or come from
+    one chat.
     """
     numbers, values = shares(loaded.prompts)
     # The samples of a chat share one number and are contiguous; the first sample decides.

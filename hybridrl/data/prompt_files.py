@@ -86,9 +86,7 @@ def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
 
 
 def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns the number of each prompt, and a value between 0 and 1 computed from its tokens and
-    images.
-    """
+    """Returns the number of each prompt, and a value in [0, 1] computed from its tokens and images."""
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("prompt_id"), prompts.numbers("share")
     numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)
@@ -96,7 +94,6 @@ def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.flo
 
 
 def select_prompts(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prompt]:
-    """Returns the prompts at these indices."""
     if isinstance(prompts, MappedPrompts):
         return MappedPrompts(prompts.table, prompts.rows[places])
     return tuple(prompts[place] for place in places.tolist())
@@ -118,9 +115,8 @@ def _share(prompt: Prompt) -> float:
 def write_prompts(
     path: Path, prompts: Iterable[tuple[Prompt, int]], about: Callable[[], bytes]
 ) -> None:
-    """Writes prompts, each with the number of its source, to a file.
-
-    The file also stores the result of `about`, which is called after the last prompt.
+    """Writes prompts, each with the number of its source, to a file, with the result of `about`,
+    which is called after the last prompt.
 
     Raises:
         UnstorableError: Arrow or JSON cannot store one of the prompts.
@@ -240,7 +236,6 @@ class MappedPrompts(Sequence[Prompt]):
         return int(self.table.schema.metadata[b"largest_token"])
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Returns a numeric column."""
         # Not `to_numpy`, because this function of pyarrow (26) imports pandas.
         chunks = [np.from_dlpack(chunk) for chunk in self.table[name].chunks]
         found: NDArray[Any] = np.concatenate(chunks)[self.rows]

@@ -99,7 +99,6 @@ class PromptStore:
 
     @property
     def reads_images(self) -> bool:
-        """Whether the model reads images."""
         return self._images is not None
 
     def follow(self, files: Sequence[str | None]) -> None:
@@ -107,11 +106,7 @@ class PromptStore:
         self._given_files = list(files)
 
     def load(self, reading: Reading) -> LoadedPrompts:
-        """Returns prompts, mapped from a file if possible.
-
-        Raises:
-            DataError: See `Reading.prompts`.
-        """
+        """Returns prompts, mapped from a file if possible; errors as in `Reading.prompts`."""
         if self._given_files is not None:
             file = self._given_files[len(self.files)]
         else:
@@ -179,11 +174,7 @@ class PromptStore:
         return None
 
     def _write(self, reading: Reading, folder: Path, key: str | None) -> Path:
-        """Tokenizes prompts into a file in this folder and returns the path.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Tokenizes prompts into a file. Raises OSError if the folder cannot be written."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_old(folder)
         began, left_out = time.monotonic(), reading.left_out()
@@ -223,9 +214,8 @@ class _SourceError(Exception):
 
 
 def _has_same_images(path: Path) -> bool:
-    """Whether the folders with the images of a file's prompts have not changed.
-
-    Images within rows need no check, because a row's source is part of the key.
+    """Whether the folders with the images of a file's prompts have not changed. Images within rows
+    need no check, because a row's source is part of the key.
     """
     folders = _LEFT_OUT.validate_json(read_prompts(path)[1]).image_folders
     return all(folder_digest(folder) == digest for folder, digest in folders.items())
@@ -252,11 +242,8 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds, or [] if the same rows passed in an earlier run.
-
-    Args:
-        names: Sources, as in `data.prompts`.
-        criteria: Other inputs that `check` depends on, as JSON values.
+    """Returns the errors that `check` finds, or [] if the same rows of `names`, with the same
+    `criteria` (JSON values), passed in an earlier run.
     """
     folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
@@ -313,10 +300,8 @@ def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | 
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Returns a digest of everything that determines how texts are tokenized and rendered.
-
-    None if the tokenizer is not one of transformers' own fast classes, or if its template inserts
-    the date.
+    """Returns a digest of everything that determines how texts are tokenized and rendered; None if
+    the tokenizer is not one of transformers' own fast classes, or its template inserts the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")
@@ -352,7 +337,6 @@ def load_rows(
 
 
 def reading_of(data: DataConfig, rollout: RolloutConfig, needs: Needs) -> Reading:
-    """Returns the Reading for the rows that an algorithm trains on."""
     if needs.rollouts:
         return Reading(data)
     longest = data.longest_response(rollout.max_new_tokens)

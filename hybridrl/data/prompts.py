@@ -68,14 +68,12 @@ class LeftOut:
     image_folders: dict[str, str] = field(default_factory=dict)
 
     def add(self, place: str, tokens: int, is_in_part: bool) -> None:
-        """Counts a row that is too long."""
         self.num += 1
         if len(self.places) < MAX_PLACES:
             self.places.append((place, tokens))
             self.in_part |= {place} if is_in_part else set()
 
     def is_anything(self) -> bool:
-        """Whether any row was left out or changed."""
         return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
@@ -84,7 +82,6 @@ class LeftOut:
         return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
 
     def none_left(self) -> DataError:
-        """Returns the error for a source whose rows are all too long."""
         place, length = self.first()
         return DataError(
             place,
@@ -103,7 +100,6 @@ class LoadedPrompts:
     left_out: LeftOut
 
     def report(self) -> str:
-        """Returns a one-line summary of the loaded prompts for the user."""
         line = f"{len(self.prompts)} prompts"
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
@@ -143,7 +139,6 @@ class Reading:
     limit: int | None = None
 
     def left_out(self) -> LeftOut:
-        """Returns an empty LeftOut with the limits of this reading."""
         limits = f"data.max_prompt_tokens={self.config.max_prompt_tokens}"
         most = self.max_response_tokens
         return LeftOut(limits + ("" if most is None else f" or a response of {most}"))
@@ -210,7 +205,6 @@ class Reading:
 
     @property
     def kind(self) -> Kind:
-        """Kind of rows that are read."""
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(
@@ -254,7 +248,6 @@ def in_memory(
     end_tokens: Collection[int] | None = None,
     images: ImageTokens | None = None,
 ) -> LoadedPrompts:
-    """Reads and tokenizes all prompts of a reading into memory."""
     left_out, prompts, sources = reading.left_out(), list[Prompt](), list[int]()
     for prompt, source in reading.prompts(tokenizer, left_out, end_tokens, images):
         prompts.append(prompt)
@@ -307,11 +300,6 @@ def _with_images(
 
 
 def _row_with_images(encoded: Encoded, images: ImageTokens, left_out: LeftOut) -> Encoded:
-    """Returns a row's tokens with its images.
-
-    Raises:
-        BadRowError: An image is damaged, or the tokens have no place for it.
-    """
     row, placeholder = encoded.row, images.placeholder
     if any(placeholder in response for response in encoded.responses):
         got = "a response with the placeholder of an image"
@@ -330,7 +318,6 @@ def _row_with_images(encoded: Encoded, images: ImageTokens, left_out: LeftOut) -
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
-    """Returns a digest of the prompts and of the shuffling seed."""
     digest = hashlib.sha256(f"{seed}".encode())
     digest.update(digests(prompts).astype("<u8").tobytes())
     return f"{_NEW}{digest.hexdigest()[:16]}"
@@ -369,14 +356,11 @@ class PromptSource:
         return taken
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for `load_state`, as JSON values."""
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues at the position at which `state` was saved.
-
-        Raises:
-            DataError: The state was saved with different prompts or another seed.
+        """Continues where `state` was saved. Raises DataError if it was saved with different
+        prompts or another seed.
         """
         self._check(state)
         self._epoch = saved_count(state, "epoch")
@@ -391,7 +375,6 @@ class PromptSource:
         return digest.hexdigest()[:16]
 
     def _check(self, state: Mapping[str, int | str]) -> None:
-        """Raises DataError if the state was saved with different prompts."""
         saved = str(state.get("fingerprint"))
         if saved == self._fingerprint:
             return
@@ -414,11 +397,7 @@ class PromptSource:
 
 
 def saved_count(state: Mapping[str, int | str], key: str, most: int | None = None) -> int:
-    """Returns a count from the saved position in the prompts.
-
-    Raises:
-        DataError: The value is not a count, or exceeds `most`.
-    """
+    """Returns a count of a saved position. Raises DataError if it is none, or exceeds `most`."""
     value = state.get(key)
     if type(value) is int and value >= 0 and (most is None or value <= most):
         return value

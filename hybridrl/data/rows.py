@@ -61,7 +61,6 @@ class BadRows:
 
     @property
     def num(self) -> int:
-        """Number of bad rows."""
         return self._nums.total()
 
     @property
@@ -75,16 +74,14 @@ class BadRows:
         return f"{error.name}: {error.parts()[1]}"
 
     def add(self, source: int, error: BadRowError) -> None:
-        """Counts a bad row."""
         self._nums[source] += 1
         named = self._first.setdefault(source, [])
         if len(named) < MAX_NAMED:
             named.append(error)
 
     def check(self, good: Collection[int], min_rows: int = 1) -> None:
-        """Raises one DataError for all bad rows if they stop the run, or a source has only these.
-
-        `good` are the sources with a good row; others may have fewer than `min_rows` bad ones.
+        """Raises one DataError for all bad rows if they stop the run, or a source has only these:
+        `min_rows` of them, and none in `good`.
         """
         for source, num in self._nums.items():
             if source not in good and num >= min_rows:
@@ -93,7 +90,6 @@ class BadRows:
             raise self._error(list(self._nums), are_all=False)
 
     def _error(self, sources: Sequence[int], are_all: bool) -> DataError:
-        """Returns an error that describes the first bad row and lists others."""
         num = sum(self._nums[source] for source in sources)
         named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
         (name, got, allowed, remedy), others = named[0].parts(), named[1:]
@@ -113,10 +109,8 @@ def _shortened(text: str) -> str:
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
-    """Reads rows from sources or from memory, in order.
-
-    Raises:
-        DataError: A source is damaged or missing; the error names the file and line.
+    """Reads rows from sources or from memory, in order. Raises DataError with the file and line if
+    a source is damaged or missing.
     """
     number = -1
     is_arrow = type(source).__module__.split(".")[0] == "datasets"
@@ -197,6 +191,5 @@ def refuse_videos(row: Row) -> None:
 
 
 def half_pair(row: Row, name: str, text: str) -> BadRowError:
-    """Returns the error for a text that UTF-8 cannot encode."""
     got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
     return BadRowError(row.place, got, "text that has UTF-8", "Fix that row.")

@@ -22,9 +22,8 @@ def is_data_set(name: str) -> bool:
 
 
 def source_identity(name: str) -> str | None:
-    """Returns a text that changes whenever a source's rows change; None if there is none.
-
-    It is a digest of a file or of all files in a folder, or the name and commit of a data set.
+    """Returns a text that changes whenever a source's rows change, if there is one: a digest of a
+    file or of all files in a folder, or the name and commit of a data set.
     """
     found = dataset_name(name)
     if found is not None:
@@ -45,11 +44,7 @@ def source_identity(name: str) -> str | None:
 
 
 def data_set_rows(name: str) -> Iterator[Mapping[str, object]]:
-    """Yields the rows of a source, in order.
-
-    Raises:
-        DataError: The source cannot be read, or is empty.
-    """
+    """Yields the rows of a source. Raises DataError if it cannot be read, or is empty."""
     num = 0
     for row in _parquet_rows(name) if name.endswith(".parquet") else _set_rows(name):
         num += 1
@@ -78,7 +73,6 @@ def _parquet_rows(name: str) -> Iterator[Mapping[str, object]]:
 
 
 def _bad_value(name: str, num_before: int, batch: Any, error: Exception) -> DataError:
-    """Returns the error for the first value in a batch that Python cannot represent."""
     place, column = name, ""
     for key, values in zip(batch.schema.names, batch.columns, strict=True):
         for number, value in enumerate(values, num_before + 1):
@@ -164,12 +158,8 @@ def _hub_set(name: str, datasets: Any) -> Any:
 
 
 def _cached(name: HubName, commit: str, other: Any) -> Any:
-    """Returns the cached builder for this commit; `other` is for the one that datasets chose.
-
-    If datasets (5.2) cannot read from the hub, it uses the newest commit in its cache.
-
-    Raises:
-        DataError: This commit is not in the cache.
+    """Returns the cached builder for this commit, or raises DataError. If datasets (5.2) cannot
+    read from the hub, it uses the newest commit in its cache, for which `other` is.
     """
     prepared = Path(other.cache_dir).parents[1]  # contains the folders VERSION/COMMIT
     folder = next(iter(sorted(prepared.glob(f"*/{commit}"))), None)

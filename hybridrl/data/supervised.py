@@ -18,12 +18,10 @@ from hybridrl.contracts.batch import UNRELATED, Producer, Prompt, TrainBatch
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
     """Builds the batch from the responses of the prompts.
 
-    Args:
-        prompts: Prompts with the responses and labels that `feedback` needs.
-        feedback: Kind of feedback. With None, the batch contains the demonstrations; with 'pairs',
-            both sides of each pair. With 'labels', the batch contains each response and also, for
-            each prompt, the response to the next different prompt. These additional responses have
-            reward part `unrelated` 1, and KTO uses them only to estimate the KL divergence.
+    Without feedback, it contains the demonstrations; with 'pairs', both sides of each pair. With
+    'labels', it contains each response and also, for each prompt, the response to the next
+    different prompt. These additional responses have reward part `unrelated` 1, and KTO uses them
+    only to estimate the KL divergence.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:
@@ -51,9 +49,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
 
 
 def _next_other(prompts: Sequence[Prompt], number: int) -> Prompt:
-    """Returns the next prompt with different tokens or images, or the next prompt if all are
-    equal.
-    """
+    """Returns the next prompt with different tokens or images; any if all are equal."""
     after, own = [*prompts[number + 1 :], *prompts[:number]], prompts[number]
     different = (prompt for prompt in after if prompt.input_key != own.input_key)
     return next(different, [*after, own][0])

@@ -1,5 +1,4 @@
-"""Tokenizes texts that no template rendered: prompts and their continuations. Does not import
-torch.
+"""Tokenizes texts that no template rendered: prompts and their continuations. No torch.
 
 A prompt begins a sequence, so it receives the special tokens that the tokenizer puts before a text
 (usually BOS). A response or an observation continues a sequence. Some tokenizers insert a space
@@ -24,13 +23,8 @@ _PROBES = ("a", "1", "the", "0 1")
 class TextTokens:
     """Tokenizes texts.
 
-    Attributes:
-        name: Class name of the tokenizer, shown in messages.
-
-    Args:
-        tokenizer: Transformers tokenizer, or a tokenizer with the same interface. The inserted
-            space is removed only for fast tokenizers, because other tokenizers do not reveal
-            whether they insert a space.
+    The inserted space is removed only for transformers' fast tokenizers, because others do not
+    reveal whether they insert one. `name` is the tokenizer's class, for messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -71,13 +65,8 @@ class TextTokens:
         return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
 
     def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
-        """Returns the tokens of a text, without special tokens, and their character offsets.
-
-        Args:
-            is_continued: Whether the text continues a sequence.
-
-        Raises:
-            NotImplementedError: The tokenizer is not a fast tokenizer.
+        """Returns the tokens of a text, without special tokens, and their character offsets. Raises
+        NotImplementedError without a fast tokenizer.
         """
         return self._tokens_and_offsets([text], is_continued)[0]
 

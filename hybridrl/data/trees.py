@@ -43,10 +43,7 @@ def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
     A demonstration is the conversation that follows the best replies. A prompt is the first
     message. Pairs are the best and the worst reply of the assistant to each message whose replies
     have different ranks. Trees have no labels, so `labels` leaves them unchanged. An unusable tree
-    counts as one row in `bad`.
-
-    Raises:
-        DataError: Raised after the last row if no rows could be made from the trees.
+    counts as one row in `bad`. Raises DataError at the end if no rows could be made from the trees.
     """
     if kind == "labels":
         yield from rows
@@ -165,7 +162,6 @@ def _orphan_error(row: Row) -> BadRowError:
 
 
 def _walk(root: _Node) -> Iterator[_Node]:
-    """Yields every message before its replies."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -174,7 +170,6 @@ def _walk(root: _Node) -> Iterator[_Node]:
 
 
 def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, object]]:
-    """Yields the columns of each row made from a tree."""
     if root.is_deleted:
         return
     for node in _walk(root):

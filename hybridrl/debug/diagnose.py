@@ -92,7 +92,6 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
 
 
 def _can_replay(config: Config) -> bool:
-    """Returns whether the trainer can reuse the engine's choice of experts."""
     family, shape = read_model(config.model.family, read_model_config(config.model))
     is_known = isinstance(config.algorithm, PolicyGradientConfig) and family.layer_spec is None
     return shape.moe is not None and is_known and ENGINES[config.rollout.engine].records_experts
@@ -101,8 +100,7 @@ def _can_replay(config: Config) -> bool:
 def diagnose(
     trainer: Trainer, with_reference: bool = False, run_replays: bool = False
 ) -> dict[str, Finding]:
-    """Returns the verdicts, in the rollout phase with an idle, `eager` engine, on all ranks.
-
+    """Returns the verdicts, in the rollout phase with an idle, `eager` engine, on all ranks;
     `run_replays` says whether the run trains with the experts that the engine chose.
     """
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
@@ -165,7 +163,6 @@ def _compare(
     with_reference: bool,
     run_replays: bool,
 ) -> dict[str, Finding]:
-    """Processes the same tokens in the engine and then in the trainer, and compares the results."""
     model, layout, sampling = trainer.policy.model, trainer.sampler.layout, trainer.sampler.sampling
     engine = trainer.engine
     assert isinstance(engine, ComputingEngine)  # the command refuses other engines

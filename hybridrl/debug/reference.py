@@ -29,10 +29,8 @@ def reference_streams(
     """Returns transformers' stages with the trainer's weights on rank 0; empty on others.
 
     A stage has one row per prompt token; `logits` has one row per prompt, for its last position.
-
-    Raises:
-        ModelError: transformers does not support the model, or its parameters differ from the
-            family's. Raised on all ranks.
+    Raises ModelError on all ranks if transformers does not support the model, or its parameters
+    differ from the family's.
     """
     world, source = model.world, model.source
     shapes = hf_shapes(source.family, source.shape)

@@ -41,11 +41,7 @@ Passes = Callable[[TrainBatch, float | None], Gradients]
 
 
 def replay_rank(config: Config, file: Path) -> dict[str, Any]:
-    """Runs one rank of the command.
-
-    Args:
-        config: Configuration of the run; differences from the saved configuration are reported.
-        file: A batch that the run saved.
+    """Runs one rank of the command; `file` is a batch that the run saved.
 
     Returns:
         The report for JSON, which is the same on all ranks. Its keys are `is_finite`; `step`;
@@ -125,7 +121,6 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
 
 
 def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
-    """Returns the function for the gradients of a loss, and the algorithm that defines it."""
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
         policy = Policy(
@@ -137,7 +132,6 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
 
 
 def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Path | None:
-    """Loads the newest checkpoint from before this step and returns its folder, if any."""
     folder, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
     store = CheckpointStore(folder, meshes.world, keep, layout=meshes.name)
     if (found := store.newest(before_step=step)) is None:
@@ -151,7 +145,6 @@ def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Pat
 
 
 def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
-    """Returns each micro-batch's loss, their sum, and the model's gradient norm."""
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
         | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
@@ -178,9 +171,8 @@ def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
 def _bad_rows(
     passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Returns the first rows whose own loss, by the batch's denominator, is not finite.
-
-    Bisection finds a row among N in about log2(N) passes, or none if only the sum overflows.
+    """Returns the first rows whose own loss, by the batch's denominator, is not finite. Bisection
+    finds a row among N in about log2(N) passes, or none if only the sum overflows.
     """
     denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []

@@ -1,8 +1,6 @@
-"""Verdicts of `hybridrl check --mismatch`, derived from the results of engine and trainer for the
-same tokens.
+"""The five verdicts of `hybridrl check --mismatch` and their criteria.
 
-Owns the five verdicts and their criteria. All functions are pure and use CPU tensors; diagnose.py
-computes their inputs.
+All functions are pure and use CPU tensors; diagnose.py computes their inputs.
 """
 
 from __future__ import annotations
@@ -33,13 +31,8 @@ LOOK_AT = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict on whether engine and trainer agree.
-
-    Args:
-        agrees: Whether engine and trainer agree.
-        found: Sentence that states the compared numbers.
-        remedy: Advice in case they do not agree.
-        details: The numbers, for JSON.
+    """A verdict on whether engine and trainer agree: a sentence with the compared numbers, advice
+    in case they do not, and the numbers for JSON.
     """
 
     agrees: bool
@@ -91,14 +84,8 @@ def judge_tokens(
     """Compares tokens between the ranks of each replica, and greedy tokens with the trainer's
     choice.
 
-    Args:
-        by_rank: Answers of every rank.
-        tie: Largest difference, in nats, between the trainer's and the engine's choice that counts
-            as a tie.
-
-    Returns:
-        The verdict; `greedy` in its details contains the first replica's greedy answers, ordered by
-        prompt.
+    `tie` is the largest difference in nats that counts as a tie; `greedy` in the details contains
+    the first replica's greedy answers, ordered by prompt.
     """
     others: list[str] = []
     drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
@@ -138,11 +125,8 @@ def judge_tokens(
 def judge_sampling(
     placed: Placed, tokenwise: Tokenwise, sampling: SamplingParams, bound: float
 ) -> Finding:
-    """Judges how much of the difference is due to truncated sampling, which the trainer does not
-    apply.
-
-    Args:
-        bound: Allowed mean difference due to truncation, in nats.
+    """Judges how much of the difference, of at most `bound` nats on average, is due to truncated
+    sampling, which the trainer does not apply.
     """
     sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
     cut, plain = (
@@ -179,13 +163,9 @@ def judge_sampling(
 def judge_routing(
     placed: Placed, tokenwise: Tokenwise, own_T: Tensor, bound: float, run_replays: bool
 ) -> Finding:
-    """Judges how much of the difference is due to a different choice of experts.
-
-    Args:
-        tokenwise: The trainer's results with the experts that the engine chose.
-        own_T: Log-probability of each token with the experts that the trainer itself chose.
-        bound: Allowed mean difference, in nats.
-        run_replays: Whether the run trains with the experts that the engine chose.
+    """Judges how much of the difference is due to a different choice of experts. `tokenwise` has
+    results with the experts that the engine chose, and `own_T` log-probabilities with the trainer's
+    own.
     """
     greedy = [pair for answers in placed for pair in answers if pair[0].is_greedy]
     own, replayed = (float(_gaps(greedy, column).abs().mean()) for column in (own_T, tokenwise.own))
@@ -265,7 +245,6 @@ def judge_numerics(
 
 
 def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
-    """Returns the first stage in which the error of `who` stands out; None if there is none."""
     errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
     return standing_out(errors, floor)
 
@@ -282,10 +261,8 @@ def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
 
 
 def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str | None:
-    """Returns the first stage whose difference exceeds both `floor` and JUMP times the difference
-    of the stage before.
-
-    A difference that exceeds the floor after gradual growth over several stages does not stand out.
+    """Returns the first stage whose difference exceeds both `floor` and JUMP times the previous
+    one's. A difference that exceeds the floor after gradual growth does not stand out.
     """
     before = 0.0
     for stage, difference in differences:

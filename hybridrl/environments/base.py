@@ -141,5 +141,4 @@ def encoded(answer: Answer) -> dict[str, Any]:
 
 
 def decoded(entry: Mapping[str, Any]) -> Answer:
-    """Converts JSON from `encoded` back to an environment's answer."""
     return failed(entry) if "got" in entry else checked(Turn(**entry))

@@ -19,9 +19,8 @@ TURN = "the turn of the policy"
 
 
 def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns the text of a turn, without its stop token if this is a special token.
-
-    Other special tokens are included, because some models mark tool calls with them.
+    """Returns the text of a turn, without its stop token if this is a special token. Other special
+    tokens are included, because some models mark tool calls with them.
     """
     is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
     kept = tokens[:-1] if is_special else tokens
@@ -29,10 +28,7 @@ def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 class ObservationEncoder:
-    """Converts observations to tokens below `vocab_size`.
-
-    `stop_token_ids` can end a turn of the policy.
-    """
+    """Converts observations to tokens below `vocab_size`; `stop_token_ids` can end a turn."""
 
     def __init__(
         self,
@@ -49,11 +45,8 @@ class ObservationEncoder:
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
 
     def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
-        """Returns the tokens of an observation, without adding special tokens.
-
-        Raises:
-            UserError: The observation contains messages, but the tokenizer has no chat template
-                that accepts them.
+        """Returns the tokens of an observation, without adding special tokens. Raises UserError for
+        messages if the tokenizer has no chat template that accepts them.
         """
         if not observation:
             return []
@@ -97,9 +90,8 @@ class ObservationEncoder:
         return text[len(stop) :] if stop else rest
 
     def _harmless(self, content: str) -> str:
-        """Returns a message's content with a space inserted into each control token.
-
-        Otherwise the output of a tool could start a message with another role.
+        """Inserts a space into each control token. Otherwise the output of a tool could start a
+        message with another role.
         """
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")

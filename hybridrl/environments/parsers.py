@@ -33,9 +33,7 @@ class ToolParser(Protocol):
 
 class Hermes:
     """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes and
-    Qwen models.
-
-    Results are messages with the role `tool`, which the chat templates of these models accept.
+    Qwen models. Results are messages with the role `tool`, which their chat templates accept.
     """
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -43,7 +41,6 @@ class Hermes:
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns one message per result."""
         return [{"role": "tool", "content": result} for result in results]
 
 
@@ -51,10 +48,7 @@ class Tag:
     """Parses calls to one tool with a single argument, written between two tags:
     `<calc>2*3</calc>`.
 
-    Args:
-        tool, argument: Names of the tool and of its argument.
-        open, close: Text before and after the argument.
-        before, after: Text before and after each result.
+    `before` and `after` are the text around each result.
     """
 
     def __init__(
@@ -70,7 +64,6 @@ class Tag:
         self._open, self._close, self._before, self._after = open, close, before, after
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the tool calls. `error` is set for a call without a closing tag."""
         return [
             ToolCall(self._tool, {self._argument: body})
             if body is not None
@@ -79,7 +72,6 @@ class Tag:
         ]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns one text that contains all results."""
         return "".join(f"{self._before}{result}{self._after}" for result in results)
 
 

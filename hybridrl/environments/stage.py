@@ -40,11 +40,7 @@ class EnvironmentRunner:
         self._open: dict[tuple[int, int], tuple[Environment, int]] = {}
 
     def __call__(self, job: Job) -> list[Answer]:
-        """Executes calls and returns their answers.
-
-        Raises:
-            UserError: An environment raised this error, which is passed on unchanged.
-        """
+        """Executes calls and returns their answers. An environment's UserError is passed on."""
         return [self._play(play) for play in job[0]]
 
     def _play(self, play: EnvironmentCall) -> Answer:
@@ -106,7 +102,6 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
         return self._config.timeout_s * (1 if is_current else len(play.actions) + 1)
 
     def kill(self) -> str:
-        """Kills the process and all environments in it; see `Worker.kill`."""
         self._num_done = {}
         return super().kill()
 
@@ -115,11 +110,7 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
 
 
 class EnvironmentRunners:
-    """All stages of a rank. The same stage receives all turns of a response.
-
-    Raises:
-        UserError: No environment has this name.
-    """
+    """All stages of a rank. The same stage receives all turns of a response."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         make = find_environment(config)

@@ -25,10 +25,8 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Returns a function that creates the configured environment.
-
-    Raises:
-        UserError: The class does not exist, or does not accept the configured options.
+    """Returns a function that creates the configured environment. Raises UserError if the class
+    does not exist, or does not accept the configured options.
     """
     factory, options = _class_of(config), dict(config.options)
     try:
@@ -60,7 +58,6 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
 
 
 def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
-    """Yields errors for knobs that apply only to environments in separate processes."""
     for knob in ("timeout_s", "workers"):
         value = getattr(config, knob)
         if value != EnvironmentConfig.model_fields[knob].get_default():

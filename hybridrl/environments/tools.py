@@ -26,9 +26,6 @@ class ToolEnvironment:
             `package.module:function`. Functions from a list keep their own names.
         parser: Name in PARSERS, dotted path `package.module:Class`, or parser object.
         max_characters: Maximum length of one result. A longer result is cut off and marked.
-
-    Raises:
-        UserError: A tool or the parser cannot be found.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class ToolEnvironment:
 
 
 def find(path: str, key: str) -> Any:
-    """Returns what a dotted path `package.module:name` refers to.
-
-    Raises:
-        UserError: It does not exist, or cannot be called; names the configuration key.
-    """
+    """Returns what a dotted path refers to. Raises UserError with the key unless it can be called."""
     try:
         found = imported(path)
     except ImportError as error:

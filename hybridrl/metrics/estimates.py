@@ -21,7 +21,6 @@ class Estimate(NamedTuple):
         return self.shown(4)
 
     def shown(self, digits: int) -> str:
-        """Returns the estimate as text with this number of decimal places."""
         error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
         return f"{self.value:.{digits}f}{error}"
 

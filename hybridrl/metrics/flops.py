@@ -1,5 +1,5 @@
-"""Counts the floating-point operations in a model's passes, and lists the peak rates of GPUs. Does
-not import torch.
+"""Counts the floating-point operations in a model's passes, and lists the peak rates of GPUs. No
+torch.
 
 Model FLOPs count the operations that the mathematics requires; a multiplication followed by an
 addition counts as two operations. Recomputed activations, padding, the masked half of the attention
@@ -158,10 +158,7 @@ def train_flops(
     backward: BackwardShares = ALL,
     adapter_params: int = 0,
 ) -> int:
-    """Returns the FLOPs of one forward and backward pass, summed over ranks.
-
-    `backward` has the fractions that are computed; see `forward_flops` for other arguments.
-    """
+    """Returns the FLOPs of a forward and the `backward` pass, over all ranks; see `forward_flops`."""
     lengths = list(lengths)
     found = _forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params)
     of_mtp = _mtp_train_flops(shape, lengths, head_tokens) if shape.has_mtp else 0
@@ -173,7 +170,6 @@ def train_flops(
 
 
 def _mtp_train_flops(shape: ModelShape, lengths: Sequence[int], head_tokens: int) -> int:
-    """Returns the FLOPs of an update for the layer for multi-token prediction."""
     found = _forward(mtp_layer(shape), lengths, head_tokens, None, None, 0)
     joined = 2 * input_params(shape) * sum(lengths)
     return 3 * (joined + found.weights + found.attention) + 2 * found.head

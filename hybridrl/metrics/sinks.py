@@ -54,10 +54,8 @@ class JsonlSink:
     """Appends one JSON object per step to a file, and flushes it immediately.
 
     Records after the step from which a run resumes are removed. Damaged lines are moved to a second
-    file, whose name ends in DAMAGED, and counted, except a last line that a crash cut short.
-
-    Raises:
-        UserError: The path is not a file.
+    file, whose name ends in DAMAGED, and counted, except a last line that a crash cut short. Raises
+    UserError if the path is not a file.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
@@ -107,11 +105,8 @@ class TensorBoardSink:
 
     Knobs are not written as TensorBoard's hyper-parameters, because `add_hparams` writes a second
     run folder, and a run that resumes with changed knobs would show only the first values. A text
-    names the command for the HTML report, which TensorBoard cannot show.
-
-    Args:
-        folder: Run folder, with config.yaml, for `tensorboard/`.
-        last_step: Step after which the run resumes; TensorBoard hides later steps.
+    names the command for the HTML report, which TensorBoard cannot show. TensorBoard hides steps
+    after `last_step`, at which the run resumes.
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
@@ -182,7 +177,6 @@ class ConsoleSink:
         self._console.print(table)
 
     def close(self) -> None:
-        """Removes the progress bar."""
         self._progress.stop()
 
 
@@ -205,23 +199,20 @@ class LogSink:
 
 
 class RolloutDump:
-    """Writes samples for people to read, as one JSONL file every `every` steps, from the first on.
-
-    0 for no files.
+    """Writes samples for people to read: one JSONL file for the first step and every `every` steps;
+    0: none.
     """
 
     def __init__(self, directory: Path, every: int) -> None:
         self._directory, self._every = directory, every
 
     def is_due(self, step: int) -> bool:
-        """Whether to write the samples of `step` (from 1)."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def file(self, step: int) -> Path:
         return self._directory / f"step_{step:06d}.jsonl"
 
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Writes the samples of a step, each as a JSON object."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self.file(step)
         partial = path.with_name(path.name + ".partial")
@@ -255,21 +246,13 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records in a metrics.jsonl file, without damaged lines.
-
-    Raises:
-        UserError: The path is not a file.
-    """
+    """Returns the records in a metrics.jsonl file, without damaged lines; see `read_lines`."""
     return read_lines(path)[0]
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records and the damaged lines in a metrics.jsonl file.
-
-    Neither contains a last line that a crash cut short.
-
-    Raises:
-        UserError: The path is not a file.
+    """Returns the records and the damaged lines in a metrics.jsonl file, without a last line that a
+    crash cut short. Raises UserError if the path is not a file.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not a file"
@@ -285,7 +268,6 @@ def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
 
 
 def _record(line: bytes) -> Record | None:
-    """Returns the numbers in a line by name, or None if the line is not a step's record."""
     try:
         found = parse_json(line)
     except ValueError:

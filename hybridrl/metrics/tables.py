@@ -21,7 +21,6 @@ LETTERS = {ord(letter): f"&#{ord(letter)};" for letter in "\\`*_[]<>&|!~"}
 
 
 def first_samples(file: Path, most: int = MAX_SAMPLES) -> list[Row]:
-    """Returns the first samples, at most `most`, in a file that RolloutDump wrote."""
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in itertools.islice(lines, most)]
 
@@ -37,7 +36,6 @@ def written_config(folder: Path) -> dict[str, Any]:
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a nested mapping into values by dotted key."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):

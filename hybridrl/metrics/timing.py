@@ -85,9 +85,8 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures its block as phase `name`, even if the block raises an error.
-
-        The file then still names this phase, and the peak memory explains a lack of it.
+        """Measures its block. After an error the file still names the phase, whose peak memory is
+        kept.
         """
         with self.around(name):
             self.note_peak()

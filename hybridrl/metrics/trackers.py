@@ -212,7 +212,6 @@ class TrackerSink:
             self._say(self._errors.pop(0))
 
     def _work(self) -> None:
-        """Starts the run in the service, forwards records until `begin_close`, and ends the run."""
         while not self._try("cannot begin", self._tracker.begin):
             if self._closing.wait(RETRY_S):
                 return

@@ -1,5 +1,4 @@
-"""Defines the names of metrics in metrics.jsonl, rules to combine them, and the metrics that each
-step records.
+"""Names of metrics in metrics.jsonl, rules to combine them, and the metrics that each step records.
 
 Does not import torch or communicate; callers pass arguments that are already equal on all ranks.
 """
@@ -61,10 +60,7 @@ def is_maximum(name: str) -> bool:
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of optimizer steps or of steps that have them, by their rules.
-
-    `train/skipped_steps` is summed.
-    """
+    """Combines metrics of steps that have them; `train/skipped_steps` is summed."""
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -82,10 +78,7 @@ def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns each phase's seconds on the fastest rank, and the slowest rank; {} for one rank.
-
-    The names are `time_min_s/PHASE` and `slowest_rank/PHASE`.
-    """
+    """Returns `time_min_s/PHASE` of the fastest rank and `slowest_rank/PHASE`; {} for one rank."""
     found: dict[str, float] = {}
     for phase in seconds[0] if len(seconds) > 1 else ():
         times = [rank[phase] for rank in seconds]
@@ -112,10 +105,8 @@ def step_metrics(
     """Returns the metrics of a step: `values`, and more from times, tokens, memory and FLOPs.
 
     Args:
-        values: Metrics by name, as in STEP_KEYS.
         seconds: Seconds in each phase and, as "step", in the whole step; 0 without an entry.
         num_tokens: Prompt and response tokens that the step read or generated, on all ranks.
-        world_size: Number of ranks, each a GPU (or a process on CPU).
         peak_bytes: Peak memory of the fullest rank, as "run" and, if known, for each phase.
         flops: Model FLOPs by phase, summed over ranks (flops.py).
         peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, whatever type the run computes in.

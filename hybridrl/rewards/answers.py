@@ -33,10 +33,7 @@ class ExactMatch:
     Args:
         extract: Regular expression. The answer is group 1 of the last match in which this group is
             not empty. A response without such a match scores 0. If None, the whole response is the
-            answer. Leading and trailing white space is ignored.
-
-    Raises:
-        UserError: `extract` is not a regular expression with a group.
+            answer. Leading and trailing white space is ignored. Raises UserError without a group.
     """
 
     def __init__(self, extract: str | None = None) -> None:
@@ -50,16 +47,13 @@ class ExactMatch:
             )
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns 1.0 or 0.0."""
         answer = self.answer(response)
         return float(answer in [text.strip() for text in answers_of(prompt, columns)])
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if the row has no answer."""
         answers_of(prompt, columns)
 
     def answer(self, response: str) -> str | None:
-        """Returns the answer in a response, or None if the response contains no answer."""
         if self._pattern is None:
             return response.strip()
         # `([^,]*)$` matches "15,08,85" twice; the last, empty match is not an answer.
@@ -70,11 +64,7 @@ class ExactMatch:
 class Gsm8k:
     """1 if the number in the response equals that in "answer" (in GSM8K's form), otherwise 0.
 
-    Args:
-        method: 'strict' reads the number after the last `####`; 'flexible' reads the last number.
-
-    Raises:
-        UserError: The method is unknown.
+    With method 'strict', it is the number after the last `####`, with 'flexible' the last number.
     """
 
     def __init__(self, method: str = "strict") -> None:
@@ -89,11 +79,9 @@ class Gsm8k:
         self._pattern = re.compile(f"{mark}({_NUMBER})")
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns 1.0 or 0.0."""
         return float(self._response_number(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if the row's answer is not a number."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[Decimal]:
@@ -111,7 +99,6 @@ class Gsm8k:
         return _number(found[-1]) if found else None
 
     def answer(self, response: str) -> str | None:
-        """Returns the number in a response, or None if the response contains no number."""
         found = self._response_number(response)
         return None if found is None else f"{found.normalize():f}"
 
@@ -140,7 +127,6 @@ class Math:
         self._whole = [math_verify.LatexExtractionConfig()]
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns 1.0 or 0.0."""
         answers, boxed = self._expected(prompt, columns), last_box(response)
         if boxed is not None and plain_math(boxed) in map(plain_math, answers):
             return 1.0  # equal texts are equal answers, even if they are not formulas
@@ -202,11 +188,9 @@ class Choice:
     _FIRST = re.compile(r"\s*[*_(\[\"']{0,4}([A-Z])(?:[)\].:*_\"']|\s*$)")
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns 1.0 or 0.0."""
         return float(self.answer(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if the row's answer is not a letter."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
@@ -217,7 +201,6 @@ class Choice:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns the letter that a response chooses, or None if the response chooses no letter."""
         boxed = _without_text_commands(last_box(response) or "").strip("(). ")
         if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
             return boxed.upper()
@@ -261,10 +244,8 @@ def plain_math(text: str) -> str:
 
 
 def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
-    """Returns all correct answers of the row as texts.
-
-    Raises:
-        DataError: The row has no answer, or its answer is neither text nor number.
+    """Returns all correct answers of the row as texts. Raises DataError if there is none, or it is
+    neither text nor number.
     """
     given: Any = columns.get("answer")
     if given is None:

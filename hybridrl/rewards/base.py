@@ -61,9 +61,8 @@ class TextDecoder(Protocol):
 
 
 class Part:
-    """One scorer in the weighted sum, with its name in metrics.
-
-    Without `config`, the function runs in place with weight 1.
+    """One scorer in the weighted sum, with its name in metrics. Without `config`, it runs in place
+    with weight 1.
 
     Attributes:
         is_in_place: Whether the reward function runs in the calling thread.
@@ -90,7 +89,6 @@ class Part:
         self.can_begin = not self.is_in_place and not self.is_batched
 
     def begin(self, sample: int, tokens: tuple[int, ...], job: Job) -> None:
-        """Submits one sample for scoring."""
         assert self._pool is not None
         self._pending[sample, tokens] = self._pool.submit(job)
 
@@ -114,21 +112,18 @@ class Part:
         return futures
 
     def forget(self) -> None:
-        """Cancels the submitted samples."""
         pending, self._pending = self._pending, {}
         for future in pending.values():
             future.cancel()
 
     def close(self) -> None:
-        """Ends the processes and threads of this scorer."""
         if self._pool is not None:
             self._pool.close()
 
 
 class TurnPart(Part):
-    """Rewards for the turns of each response, from an environment or an agent (`source`).
-
-    Without a weight, the rewards are ignored, but failures are not.
+    """Rewards for the turns of each response, from an environment or an agent (`source`). Without a
+    weight, the rewards are ignored, but failures are not.
     """
 
     def __init__(self, name: str, weight: float | None, source: str) -> None:
@@ -139,7 +134,6 @@ class TurnPart(Part):
         self.is_in_place = False
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Removes the stored outcomes of these samples and returns them as futures."""
         future: Future[list[Outcome]] = Future()
         future.set_result([self.ended.pop(sample) for sample, _ in keys])
         return [future]
@@ -289,7 +283,6 @@ class Scorer:
         return counts
 
     def forget(self) -> None:
-        """Cancels all submitted samples."""
         for part in self.parts:
             part.forget()
 
@@ -299,12 +292,10 @@ class Scorer:
         return self._turns is not None and self._turns.is_counted
 
     def close(self) -> None:
-        """Ends all processes and threads that score."""
         for part in self.parts:
             part.close()
 
     def nothing_left(self) -> UserError:
-        """Returns the error to raise if every response of a step was dropped."""
         return UserError(
             f"reward {self.name!r}",
             "no score for any response of a step",
@@ -313,10 +304,8 @@ class Scorer:
         )
 
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
-        """Returns the outcomes of all samples for each scorer.
-
-        If failures stop the run, returns at the first one, with a number for missing outcomes. A
-        batched function is called once with lists, any other function once per sample.
+        """Returns the outcomes of all samples for each scorer. If failures stop the run, returns at
+        the first one, with a number for missing outcomes.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
@@ -360,7 +349,6 @@ class Scorer:
         return failed
 
     def _is_dropped(self, outcome: Outcome, trains: bool) -> bool:
-        """Whether a sample with this failure is removed."""
         is_untrainable = isinstance(outcome, ScorerFailure) and outcome.is_untrainable
         return self._config.on_error == "drop" or (trains and is_untrainable)
 
@@ -392,7 +380,7 @@ def _result_if_done(future: Future[list[Outcome]]) -> list[Outcome]:
 
 
 def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> list[int]:
-    """Returns the indices of samples that did not fail and whose group still has enough samples."""
+    """Returns the samples that did not fail and whose group still has enough samples."""
     before = Counter(groups)
     left = Counter(group for i, group in enumerate(groups) if i not in failed)
     return [
@@ -413,11 +401,7 @@ def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]
 
 
 def _script_parts(functions: Sequence[RewardFunction]) -> list[Part]:
-    """Creates one Part per function that a user's script passed.
-
-    Raises:
-        UserError: The list is empty, an entry is not a function, or two have the same name.
-    """
+    """Creates one Part per function of a script. Raises UserError for wrong or equal names."""
     allowed = "a function f(prompt, response, columns), or a list of them with different names"
     if not functions:
         raise UserError(

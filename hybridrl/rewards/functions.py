@@ -1,5 +1,5 @@
-"""Finds reward functions by name, or by the dotted path of a user's function. Does not import
-torch, so that a run can be checked early.
+"""Finds reward functions by name, or by the dotted path of a user's function. No torch, so that a
+run can be checked early.
 
 A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
 the row's prompt: a text or the messages of a chat. `columns` contains the other columns of the row,
@@ -42,7 +42,6 @@ class TurnRewards:
     runs = "world"
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Never called."""
         raise NotImplementedError
 
 
@@ -51,14 +50,9 @@ class ReportedReward(TurnRewards):
 
 
 class ServedModel:
-    """Reward model that the trainer runs on its own ranks (roles/reward_models.py).
-
-    Args:
-        path: HF directory of a model with a value head, for example written by `hybridrl convert`
-            from a reward_model run.
-
-    Raises:
-        UserError: The directory contains no model.
+    """Reward model that the trainer runs on its own ranks (roles/reward_models.py), from an HF
+    directory of a model with a value head, for example written by `hybridrl convert` from a
+    reward_model run. Raises UserError if the directory contains no model.
     """
 
     runs = "world"
@@ -101,16 +95,13 @@ NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
 
 
 def _reward_class(name: str) -> Callable[..., RewardFunction]:
-    """Returns the class for a name in REWARDS, after importing it if needed."""
     entry = REWARDS[name]
     return imported(entry) if isinstance(entry, str) else entry
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
-    """Returns the configured function with its options, from the table or a dotted path.
-
-    Raises:
-        UserError: The function does not exist, or its settings are wrong.
+    """Returns the configured function with its options, from the table or a dotted path. Raises
+    UserError if it does not exist, or its settings are wrong.
     """
     name = config.function
     if name in REWARDS:

@@ -26,13 +26,8 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Instructions:
-    """Scores the share of a row's instructions that a response follows, or whether it follows all
-    of them.
-
-    Args:
-        partial: Whether the score is the share of instructions that are followed. If not, the score
-            is 1 if all instructions are followed, otherwise 0, as in IFEval's strict prompt
-            accuracy.
+    """Scores the share of a row's instructions that a response follows (`partial`), or 1 if it
+    follows all of them and otherwise 0, as in IFEval's strict prompt accuracy.
     """
 
     runs = "process"  # regular expressions may take exponential time on some responses
@@ -41,17 +36,12 @@ class Instructions:
         self._partial = partial
 
     def __call__(self, prompt: Asked, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a score from 0 to 1.
-
-        Raises:
-            DataError: The row has an unknown instruction, or an instruction with wrong arguments.
-        """
+        """Returns a score from 0 to 1. Raises DataError for unknown instructions or arguments."""
         asked = instructions_of(columns)
         followed = [response.strip() != "" and follows(*one, prompt, response) for one in asked]
         return sum(followed) / len(asked) if self._partial else float(all(followed))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if the row has unknown instructions."""
         instructions_of(columns)
 
 

@@ -33,12 +33,13 @@ _LOGGED: set[str] = set()
 
 
 class Noted(float):
-    """A reward with a note that is counted, such as the limit that a program reached."""
+    """A reward with a note that is counted, such as the limit that a program reached: one word,
+    used in the name of a metric.
+    """
 
     note: str
 
     def __new__(cls, value: float, note: str) -> Noted:
-        """Creates a reward. `note` is one word, used in the name of a metric."""
         noted = super().__new__(cls, value)
         noted.note = note
         return noted
@@ -216,10 +217,8 @@ def _array(value: Any) -> np.ndarray | str:
 def raised(
     error: BaseException, where: str, expected: str = "a finite float per sample"
 ) -> ScorerFailure:
-    """Converts an exception from users' code to a failure that shows the user's lines.
-
-    Raises:
-        UserError: The code was interrupted, for example from the keyboard, so the run must end.
+    """Converts an exception from users' code to a failure that shows the user's lines. Raises
+    UserError if the code was interrupted, for example from the keyboard, so that the run must end.
     """
     lines = own_lines(error)
     if not lines:  # a reward of hybridrl itself: show its last line, unless the call itself failed

@@ -1,5 +1,4 @@
-"""Scores outside the calling thread: in processes that can be killed, or in threads that wait for
-I/O. Does not import torch.
+"""Scores in processes that can be killed, or in threads that wait for I/O. No torch.
 
 Each thread of a pool runs one job after another. The caller receives futures, and waits only for
 the futures that it needs. A thread that uses a process enforces a wall-clock limit on each job. If
@@ -59,10 +58,8 @@ Run = Callable[[Any], list[R]]
 
 
 class Pool(Generic[R]):
-    """A pool of threads that score.
-
-    `make` creates a thread's scoring function in it. A thread merges up to `max_jobs` jobs, whose
-    calls run concurrently.
+    """A pool of threads that score by `make()`. A thread merges up to `max_jobs` jobs, which run
+    concurrently.
     """
 
     def __init__(self, make: Callable[[], Run[R]], num: int, name: str, max_jobs: int = 1) -> None:
@@ -142,11 +139,9 @@ class Worker(Generic[C, R]):
         self._num_jobs = 0  # jobs sent to this process; each answer contains its job's number
 
     def decoded(self, entry: dict[str, Any]) -> R:
-        """Decodes one entry of an answer from the process."""
         raise NotImplementedError
 
     def allowed_s(self, job: Any) -> float:
-        """Returns the time limit for a job, in seconds."""
         return self._config.timeout_s
 
     def __call__(self, job: Any) -> list[R | ScorerFailure]:
@@ -278,12 +273,10 @@ class Scoring(Worker[ScorerConfig, Outcome]):
 
 
 def _merge_jobs(jobs: Sequence[Any]) -> Any:
-    """Merges several jobs into one."""
     return tuple([*chain.from_iterable(parts)] for parts in zip(*jobs, strict=True))
 
 
 def framed(data: bytes) -> bytes:
-    """Returns the data, preceded by its length."""
     return LENGTH.pack(len(data)) + data
 
 

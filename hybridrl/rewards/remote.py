@@ -39,9 +39,6 @@ class Remote:
         wait_s: Delay before the second attempt, in seconds; doubled before each later attempt.
         headers: Headers to send, for example an API key.
         reward_key: Field of the response body that contains the score.
-
-    Raises:
-        UserError: An option is invalid.
     """
 
     runs = "thread"
@@ -74,10 +71,8 @@ class Remote:
         self._context = ssl.create_default_context() if self._url.scheme == "https" else None
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns the score.
-
-        Raises:
-            RemoteError: All attempts failed, or a response body does not have the required form.
+        """Returns the score. Raises RemoteError if all attempts fail, or an answer has another
+        form.
         """
         body = {"prompt": prompt, "response": response, "columns": dict(columns)}
         data = json.dumps(body, default=str).encode()

@@ -9,12 +9,8 @@ from hybridrl.rewards.answers import compile_pattern
 
 
 class Regex:
-    """Rewards responses that match a regular expression. `.` matches line breaks only with (?s).
-
-    Args:
-        pattern: Regular expression.
-        whole: Whether the pattern must match the whole response, ignoring white space at both ends.
-        match, no_match: Scores for responses with and without a match.
+    """Rewards responses that match a regular expression. `.` matches line breaks only with (?s). If
+    `whole`, it must match the whole response, ignoring white space at both ends.
     """
 
     runs = "process"  # a pattern may take exponential time on some responses
@@ -26,19 +22,14 @@ class Regex:
         self._scores = (float(no_match), float(match))
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns one of the two scores."""
         if self._whole:
             return self._scores[self._pattern.fullmatch(response.strip()) is not None]
         return self._scores[self._pattern.search(response) is not None]
 
 
 class Format:
-    """Share of tags that occur exactly once as <tag>...</tag>; 0 if the tags are out of order.
-
-    Args:
-        tags: Tag names, in the required order.
-        outside: Whether text outside the tags is allowed. If not, a response with such text scores
-            0.
+    """Share of tags that occur exactly once as <tag>...</tag>; 0 if the tags are out of order, or
+    text is outside of them, unless it is allowed there (`outside`).
     """
 
     def __init__(self, tags: Sequence[str] = ("think", "answer"), outside: bool = False) -> None:
@@ -49,7 +40,6 @@ class Format:
         self._tags, self._outside = tuple(tags), outside
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a share from 0 to 1."""
         spans = []
         for tag in self._tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
@@ -71,12 +61,6 @@ class Length:
     """Penalty for long responses: 0 up to a length of `max_chars` - `buffer_chars`, then falling
     linearly to -1 at `max_chars`. This is DAPO's overlong shaping (Yu et al. 2025, arXiv
     2503.14476, eq. 13), measured in characters. Responses shorter than `min_chars` also score -1.
-
-    Args:
-        max_chars: Length at which the score reaches -1, in characters.
-        buffer_chars: Number of characters before `max_chars` over which the score falls. If 0, the
-            score drops to -1 without a ramp.
-        min_chars: Minimum length without a penalty.
     """
 
     def __init__(self, max_chars: int, buffer_chars: int = 0, min_chars: int = 0) -> None:
@@ -91,7 +75,6 @@ class Length:
         self._most, self._buffer, self._least = max_chars, buffer_chars, min_chars
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a score from -1 to 0."""
         length = len(response)
         if length < self._least or length > self._most:
             return -1.0

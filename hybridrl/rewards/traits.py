@@ -19,16 +19,12 @@ class FunctionTraits:
     Args:
         batched: Whether the function takes lists of prompts, responses and columns, and returns one
             float per sample.
-        is_async: Whether the function is a coroutine function, so that many calls can wait
-            concurrently.
         runs: Where to call the function: "here" (in place), "process" (it may hang), "thread" (it
             waits for I/O) or "world" (the trainer computes it). If None, the default applies.
         notes: Notes that rewards may carry (`Noted`); each one becomes a metric.
-        memory_bytes: Limit on the address space of the function's process. If None, there is no
-            limit.
+        memory_bytes: Limit on the address space of the function's process, if any.
         answer: Fast function that returns the answer in a response as a text, or None if there is
-            no answer. Equal answers must be equal texts. The attribute is None if the reward has no
-            such function.
+            no answer. Equal answers must be equal texts.
         check_row: Fast function that takes a prompt's text and columns, and raises DataError if
             responses to it cannot be scored.
     """
@@ -43,7 +39,6 @@ class FunctionTraits:
 
 
 def traits_of(function: Callable[..., Any]) -> FunctionTraits:
-    """Returns the attributes of a reward function, with defaults for missing ones."""
     names = [field.name for field in fields(FunctionTraits) if field.name != "is_async"]
     found = {name: getattr(function, name) for name in names if hasattr(function, name)}
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

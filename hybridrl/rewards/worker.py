@@ -31,10 +31,8 @@ PR_SET_PDEATHSIG = 1
 def serve(
     make: Callable[[Any], Callable[[Any], Iterable[Any]]], encode: Callable[[Any], dict[str, Any]]
 ) -> None:
-    """Processes jobs until the input ends.
-
-    `make` takes the config section (the first input) and returns the function for a job's results,
-    each of which `encode` encodes as JSON.
+    """Processes jobs until the input ends. `make` takes the config section (the first input) and
+    returns the function for a job's results, each of which `encode` encodes as JSON.
     """
     leave_stop_signals_to_the_rank()
     if sys.platform == "linux":

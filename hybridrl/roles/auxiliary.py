@@ -22,10 +22,8 @@ class AuxiliaryLoss:
 
 
 def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
-    """Creates the loss terms of section `mix` that have a weight above 0, by name.
-
-    Raises:
-        UserError: The algorithm of a term cannot be used in an additional loss term.
+    """Creates the loss terms of section `mix` that have a weight above 0, by name. Raises UserError
+    if an algorithm cannot be used in a term.
     """
     terms = {}
     for name, section in config.terms().items():

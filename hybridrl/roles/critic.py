@@ -15,8 +15,6 @@ from hybridrl.training.update import Gradients, LossPart, detached
 
 
 class Critic:
-    """A value model in training, for `num_updates_in_run` optimizer steps in the whole run."""
-
     def __init__(
         self, model: ParallelModel, algorithm: CriticAlgorithm, num_updates_in_run: int
     ) -> None:
@@ -24,8 +22,7 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the value of each sampled token's state, or a reward model's score at it: (T,).
-
+        """Returns the value of each sampled token's state, or a reward model's score at it: (T,)
         fp32, zero on prompts.
         """
         plan = self.model.plan(batch)

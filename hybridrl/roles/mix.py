@@ -63,7 +63,6 @@ class Mix:
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
         """Yields the terms' batches for each optimizer step, by name; none if no policy is trained.
-
         Their columns are computed with the weights at the time of the iteration.
         """
         self.taken = []
@@ -88,22 +87,16 @@ class Mix:
             yield found
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for `load_state`, as values that JSON can represent."""
         return {name: source.state() for name, source in self._sources.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that `state` returned.
-
-        Raises:
-            DataError: The state was saved with other rows or other terms.
-        """
+        """Restores a state. Raises DataError if it was saved with other rows or other terms."""
         for name, source in self._sources.items():
             with errors_of_term(name):
                 source.load_state(state.get(name, {"fingerprint": "none"}))
 
 
 def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
-    """Raises UserError if there are rows without a term, or a term without rows."""
     for name in given:
         if name not in config.mix:
             names = ", ".join(config.mix) or "none, because the section mix is empty"

@@ -27,11 +27,7 @@ TERM_TEMPERATURE = 1.0
 
 @dataclass(frozen=True)
 class LossTerm:
-    """An additional term of the policy's loss, with its own responses.
-
-    `batch` has all samples with the columns that the algorithm needs. Log-probabilities are
-    computed at TERM_TEMPERATURE.
-    """
+    """An additional term of the policy's loss, with all its samples and their columns."""
 
     name: str
     algorithm: Algorithm
@@ -68,10 +64,7 @@ class Policy:
         self.old_is_sampled = False
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
-        """Returns each response token's log-probability in nats: (T,) fp32, zero on prompts.
-
-        The default temperature is the policy's.
-        """
+        """Returns each response token's log-probability in nats: (T,) fp32, zero on prompts."""
         self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
         with nullcontext() if self._uses_adapters else self.model.without_adapters():
@@ -80,9 +73,8 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns log-probabilities at the start of the step from the last `gradients`, once.
-
-        (T,) fp32, nats. None if the batch already contained them.
+        """Returns log-probabilities at the start of the step from the last `gradients`, once: (T,)
+        fp32, nats. None if the batch already contained them.
         """
         found, self._start_logp_T = self._start_logp_T, None
         return found
@@ -95,8 +87,6 @@ class Policy:
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch; skips it if the loss or gradient is not finite.
-
-        `batch` has all samples, with the columns that the algorithm needs.
 
         Returns:
             Metrics over all ranks: `policy/loss`, `policy/grad_norm`, `policy/learning_rate`,

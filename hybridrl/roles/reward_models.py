@@ -25,9 +25,8 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A frozen model with a value head, whose score times `weight` is added to the reward.
-
-    The token `padding` is skipped at the end of a response, if it is not None.
+    """A frozen model with a value head, whose score times `weight` is added to the reward. The
+    token `padding`, if any, is skipped at the end of a response.
     """
 
     name: str
@@ -62,11 +61,7 @@ def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
 def served_model(
     name: str, weight: float, source: ModelSource, mesh: Mesh, train: TrainConfig
 ) -> RewardModel:
-    """Builds a reward model without loading its weights.
-
-    Raises:
-        ModelError: config.json names an unknown token.
-    """
+    """Builds a reward model without its weights. Raises ModelError if it names an unknown token."""
     token = score_token(source.hf_config)
     model = ParallelModel(mesh, source, "value", train)
     model.read_scores(token)
@@ -86,7 +81,6 @@ def make_reward_models(
     """Builds the reward models and loads their weights.
 
     Args:
-        policy: Source of the policy, whose tokens the reward models read.
         models: Dict to which models are added by name, for the table in an out-of-memory error.
         served: Configuration section of each reward model, by the scorer's name.
         needs_greedy: Whether the algorithm compares samples with greedy responses, which reward

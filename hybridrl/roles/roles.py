@@ -53,13 +53,9 @@ from hybridrl.training.update import Gradients
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that an algorithm needs.
+    """The models that an algorithm needs; None for roles that it does not need.
 
-    Args:
-        source: Source from which policy, reference and critic are loaded.
-        policy, reference, critic: Models by role; None if the algorithm does not need the role.
-        num_critic_warmup_steps: Number of steps at the start of the run that train only the critic.
-        terms: Additional terms of the policy's loss, by name.
+    Policy, reference and critic are loaded from `source`.
     """
 
     source: ModelSource
@@ -81,11 +77,8 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates the gradients of every trained model on a mini-batch.
-
-        Args:
-            num_steps_done: Number of steps before this one.
-            terms: Batches of the additional terms of the policy's loss, by name.
+        """Accumulates the gradients of every trained model on a mini-batch, and on the batches of
+        the additional terms of the policy's loss.
         """
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
@@ -148,10 +141,8 @@ class Roles:
 
     def learned(self, batch: TrainBatch) -> ScoredBatch | None:
         """Returns the samples of a step, with the engine's log-probabilities replaced by the
-        policy's at the start of the step.
-
-        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if the
-        log-probabilities are unknown because the policy was not trained in this step.
+        policy's at the start of the step (UNKNOWN_LOGP if not finite). None if these are unknown
+        because the policy was not trained in this step.
         """
         start_T = self.policy.take_start_logps()
         old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
@@ -163,9 +154,7 @@ class Roles:
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     def shared_weights(self) -> Iterator[str]:
-        """Yields a sentence for each other model of a policy with adapters: whether it uses the
-        policy's frozen weights.
-        """
+        """Yields for each other model of a policy with adapters whether it uses the frozen weights."""
         if self.policy.model.lora is None:
             return
         if self.reference is not None and self.reference.model is self.policy.model:
@@ -187,9 +176,7 @@ class Roles:
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Moves the batch's tokens to the ranks that train on them, so that no update has to move
-        tokens.
-        """
+        """Moves tokens to the ranks that train on them, so that no update has to move tokens."""
         models = list(self.trained.values()) or [self.policy.model]
         wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
         want_BW = torch.stack(wanted).any(0)
@@ -207,12 +194,9 @@ class Roles:
         """Returns the model FLOPs of each phase of a step, summed over ranks.
 
         A prompt that several samples share in a micro-batch counts once. Output heads are counted
-        only for response tokens, because other tokens have no loss.
-
-        Args:
-            num_steps_done: Number of steps before this one.
-            generated: Lengths of all responses that were generated for the step.
-            terms: Batches of additional loss terms, whose columns are computed during the update.
+        only for response tokens, because other tokens have no loss. `generated` are the lengths of
+        all responses that were generated, and `terms` the batches of additional loss terms, whose
+        columns are computed during the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -257,9 +241,7 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns the FLOPs for computing a batch's log-probability columns, and for the policy's
-    update.
-    """
+    """Returns the FLOPs of a batch's log-probability columns, and of the policy's update."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
     lookups = 0
@@ -274,9 +256,7 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns the FLOPs for the policy's update. The `shared` tokens of each sample are not
-    counted, because they are computed for another sample.
-    """
+    """Returns the policy's update FLOPs, without tokens that are computed for another sample."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
     shape, adapters = policy.shape, policy.active_adapter_params
@@ -297,11 +277,10 @@ def make_roles(
     """Builds the models and loads their initial weights.
 
     Args:
-        algorithm: Algorithm; its needs determine which models are built.
         models: Dict to which each model is added by name when it is built, for the memory table in
             an out-of-memory error.
-        has_reference, has_teacher: Whether to build the reference and the teacher if the algorithm
-            needs them. False if their columns are already known or are not used.
+        has_reference, has_teacher, has_reward_models: Whether to build these models if the
+            algorithm needs them. False if their columns are already known or are not used.
         terms: Additional terms of the policy's loss; None means the terms in the section `mix`.
 
     Raises:
@@ -387,11 +366,7 @@ def make_roles(
 
 
 def _match_engine(model: ParallelModel, config: Config) -> None:
-    """Makes a model compute the bits of the run's engine.
-
-    Raises:
-        UserError: The model runs on GPUs, where its engine or shape is not supported.
-    """
+    """Makes a model compute the engine's bits. Raises UserError if the model does not support it."""
     traits = ENGINES[config.rollout.engine]
     if model.world.platform.is_cpu:
         attend = traits.exact_attention

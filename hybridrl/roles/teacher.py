@@ -20,11 +20,8 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 
 class Teacher:
-    """Computes the columns that an algorithm needs from a frozen teacher.
-
-    Args:
-        num_tokens: Size of the policy's vocabulary; other tokens of the teacher are ignored.
-        temperature: Sampling temperature of the policy.
+    """Computes the columns that an algorithm needs from a frozen teacher. Tokens beyond the
+    policy's `num_tokens` are ignored.
     """
 
     def __init__(
@@ -62,11 +59,7 @@ def make_teacher(
     needs: Needs,
     temperature: float,
 ) -> Teacher:
-    """Builds the teacher and loads its weights, into `models` for out-of-memory errors.
-
-    Raises:
-        UserError: The section `algorithm` has no teacher.
-    """
+    """Builds the teacher and loads its weights, into `models` for out-of-memory errors."""
     section = teacher_model(config)
     if section is None:
         raise UserError(

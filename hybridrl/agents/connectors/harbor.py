@@ -44,13 +44,7 @@ FOLLOWED, IGNORED = ("WORKDIR", "ENV", "COPY"), ("FROM", "LABEL", "EXPOSE", "CMD
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """A task.
-
-    Args:
-        folder: Its folder.
-        instruction: Text for the model.
-        settings: Content of task.toml.
-    """
+    """A task: its folder, the text for the model, and the content of task.toml."""
 
     folder: Path
     instruction: str
@@ -58,11 +52,7 @@ class TaskFolder:
 
     @staticmethod
     def read(folder: str | Path) -> TaskFolder:
-        """Reads a folder.
-
-        Raises:
-            ValueError: A file is missing or cannot be read.
-        """
+        """Reads a folder. Raises ValueError if a file is missing or cannot be read."""
         folder = Path(folder)
         try:
             text = (folder / "instruction.md").read_text(encoding="utf-8")
@@ -123,13 +113,8 @@ def rows(folder: str, **_: Any) -> Iterator[dict[str, Any]]:
 
 
 async def local_sandbox(task: TaskFolder, network: bool = False) -> TaskSandbox:
-    """Returns a sandbox of bubblewrap with the files of a task.
-
-    Args:
-        network: Whether commands may use the network.
-
-    Raises:
-        ValueError: The task needs an image that must be built.
+    """Returns a sandbox of bubblewrap with the files of a task. Raises ValueError if the task needs
+    an image that must be built.
     """
     plan = _Plan.read(task.folder)
     folders = (TESTS, LOGS, *(folder for _, folder, _ in plan.copies))
@@ -143,12 +128,8 @@ async def local_sandbox(task: TaskFolder, network: bool = False) -> TaskSandbox:
 class _Plan:
     """What a sandbox without images takes from a Dockerfile.
 
-    Args:
-        dockerfile: The file.
-        workdir: Working folder.
-        env: Environment variables.
-        copies: For each copy, the file or folder of this host, the folder of the sandbox, and the
-            name of the file there; for a folder an empty name.
+    `copies` has, for each copy, the file or folder of this host, the folder of the sandbox, and the
+    name of the file there; for a folder an empty name.
     """
 
     dockerfile: Path
@@ -158,11 +139,7 @@ class _Plan:
 
     @staticmethod
     def read(task: Path) -> _Plan:
-        """Reads the Dockerfile of a task.
-
-        Raises:
-            ValueError: A line needs an image that must be built.
-        """
+        """Reads a task's Dockerfile. Raises ValueError if a line needs an image that must be built."""
         plan = _Plan(task / "environment" / "Dockerfile")
         is_there = plan.dockerfile.is_file()
         text = plan.dockerfile.read_text(encoding="utf-8") if is_there else ""
@@ -195,7 +172,6 @@ class _Plan:
         return ValueError(f"{self.dockerfile}: got {line!r}; allowed: {allowed}")
 
     def _expanded(self, word: str, rest: str) -> str:
-        """Returns a word with the values of variables of earlier lines."""
         known = USUAL_ENV | self.env
 
         def value(found: re.Match[str]) -> str:
@@ -268,7 +244,6 @@ async def _called(place: TaskSandbox, function: Any, timeout_s: float) -> str:
 
 
 async def _verified(folder: TaskFolder, place: TaskSandbox) -> float:
-    """Runs the tests and returns their reward."""
     # Nothing that the agent left outside of its working folder may take part in the tests.
     await place.clear([TESTS, f"{LOGS}/verifier"])
     await place.put(folder.folder / "tests", TESTS)

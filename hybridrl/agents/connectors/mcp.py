@@ -21,22 +21,14 @@ SERVER = 'with "command" and optionally "args", "env" and "cwd", or with "url"'
 
 
 class Tools:
-    """Tools of connected servers.
-
-    Args:
-        clients: Client of each tool's server, by name of the tool.
-        specs: Tools in the form of OpenAI's chat completions.
-    """
+    """Tools of connected servers, with the client of each by its name and OpenAI's `specs`."""
 
     def __init__(self, clients: Mapping[str, Client], specs: list[dict[str, Any]]) -> None:
         self._clients, self.specs = clients, specs
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """Calls a tool and returns its text. What the model did wrong is returned as text, too, so
-        that the model can correct it.
-
-        Args:
-            arguments: JSON text with an object, or an object.
+        """Calls a tool with an object, or JSON text, and returns its text. What the model did wrong
+        is returned as text, too, so that the model can correct it.
         """
         if name not in self._clients:
             return f"There is no tool {name!r}. Tools: {', '.join(self._clients)}."
@@ -56,13 +48,9 @@ class Tools:
 
 @asynccontextmanager
 async def open_tools(servers: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[Tools]:
-    """Async context manager that connects to servers and lists their tools.
-
-    Args:
-        servers: Servers by name, as in the section `mcpServers` of other programs.
-
-    Raises:
-        ValueError: The description of a server is wrong, or two servers have a tool of one name.
+    """Async context manager that connects to servers, as in the section `mcpServers` of other
+    programs, and lists their tools. Raises ValueError if the description of a server is wrong, or
+    two servers have a tool of one name.
     """
     clients: dict[str, Client] = {}
     specs = []

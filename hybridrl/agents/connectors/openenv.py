@@ -91,12 +91,7 @@ async def play(
 def rows(
     num_rows: int = 1000, prompt: str = "Episode {seed}.", **_: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows that reset the environment with the seeds 0, 1, ...
-
-    Args:
-        num_rows: Number of rows.
-        prompt: Prompt of each row, in which `{seed}` is the row's seed; default: "Episode {seed}."
-    """
+    """Yields rows that reset the environment with the seeds 0, 1, ..., which `prompt` may contain."""
     for seed in range(num_rows):
         yield {"prompt": prompt.replace("{seed}", str(seed)), "reset": {"seed": seed}}
 
@@ -132,7 +127,6 @@ def _action_schema(url: str) -> dict[str, Any]:
 
 
 def _seen(observation: Mapping[str, Any], field: str | None) -> str:
-    """Returns the text of an observation for the model."""
     if field is None:
         return json.dumps({n: one for n, one in observation.items() if n != "metadata"})
     if field not in observation:

@@ -79,7 +79,6 @@ def _text_of(errors: Sequence[vf.Error]) -> str:
 def _client(
     task: AgentTask, client: str, tokenizer: str | None, renderer: Mapping[str, Any] | None
 ) -> vf.ClientConfig:
-    """Returns verifiers' configuration of a client for the endpoint."""
     if client not in CLIENTS:
         raise ValueError(f"client: got {client!r}; allowed: {', '.join(CLIENTS)}")
     if (tokenizer is None) == (client == "tokens") or (renderer and client == "chat"):

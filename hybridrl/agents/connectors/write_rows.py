@@ -28,11 +28,8 @@ for row in itertools.islice(found, most):
 
 
 def main(config_file: str, out: str, max_rows: int | None = None) -> int:
-    """Writes the file and returns the number of rows.
-
-    Raises:
-        UserError: The configuration names no function, its interpreter could not be started, or its
-            module could not list its rows.
+    """Writes the file and returns the number of rows. Raises UserError if the configuration names
+    no function, its interpreter could not be started, or its module could not list its rows.
     """
     agent = load_config(config_file, []).agent
     if agent.function is None:
