@@ -294,7 +294,7 @@ def reported(file: Path) -> Report:
 
 
 def _content(file: Path) -> bytes:
-    """Returns a file's content, following no link. Raises OSError or ValueError if it is unusable."""
+    """Returns a file's content; follows no link. Raises OSError or ValueError if it is unusable."""
 
     def opened(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

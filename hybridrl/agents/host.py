@@ -251,7 +251,7 @@ class AgentHost:
         return self._waiting_evaluation if assignment.is_evaluation else self._waiting
 
     def _next(self) -> Assignment | None:
-        """Removes and returns the next episode that may start, if any; the caller holds the lock."""
+        """Removes and returns the next episode that may start; the caller holds the lock."""
         num_evaluating = sum(one.is_evaluation for one in self._running.values())
         num_training = len(self._running) - num_evaluating
         for waiting, num_running in (

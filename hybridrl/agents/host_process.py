@@ -393,7 +393,7 @@ class _Reporter:
         return True
 
     def _events(self) -> _Events | None:
-        """Returns the events since the last call, if any, without parts that the rank does not use."""
+        """Returns the events since the last call, without parts that the rank does not use."""
         try:
             arrivals, finished = self._host.take(), self._host.take_finished()
         except Exception as error:

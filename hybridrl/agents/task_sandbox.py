@@ -229,7 +229,7 @@ def _move_content(folder: Path, kept: Sequence[Path], removed: Path) -> None:
 
 
 def _copy(source: Path, target: Path, root: Path) -> None:
-    """Copies into `root`, over what is there, without following links that commands have put there."""
+    """Copies into `root`, over what is there, without following links that commands put there."""
     removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=root))
     _as_folder(target.parent, root, removed)
     pairs = [(source, target)]

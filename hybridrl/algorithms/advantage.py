@@ -25,7 +25,7 @@ Keys = Callable[[Tensor], Tensor]
 
 
 def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tensor:
-    """Estimates the KL from the old policy to the reference: (T,) float64, zero on prompt tokens."""
+    """Estimates the KL of old policy and reference: (T,) float64, zero on prompt tokens."""
     old_T = batch.require("old_logp_T", needed_by).double()
     reference_T = batch.require("reference_logp_T", needed_by).double()
     return kl_estimate(old_T, reference_T, estimator) * batch.response_mask_T

@@ -147,7 +147,7 @@ def images_of(row: Row, columns: Mapping[str, object], with_numbers: bool = True
 
 
 def _has_images(row: Row, value: object) -> bool:
-    """Whether a value is an image; a text may be anything, such as the name of a container's image."""
+    """Whether a value is an image; a text may also be, say, the name of a container's image."""
     if isinstance(value, str):
         if value.lower().endswith(_ENDINGS) or value.startswith(("data:", "file://")):
             return True

@@ -86,7 +86,7 @@ def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
 
 
 def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns the number of each prompt, and a value in [0, 1] computed from its tokens and images."""
+    """Returns the number of each prompt, and a value in [0, 1] from its tokens and images."""
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("prompt_id"), prompts.numbers("share")
     numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)

@@ -81,7 +81,7 @@ class ToolEnvironment:
 
 
 def find(path: str, key: str) -> Any:
-    """Returns what a dotted path refers to. Raises UserError with the key unless it can be called."""
+    """Returns what a dotted path refers to. Raises UserError with the key if it is not callable."""
     try:
         found = imported(path)
     except ImportError as error:

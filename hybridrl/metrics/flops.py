@@ -158,7 +158,7 @@ def train_flops(
     backward: BackwardShares = ALL,
     adapter_params: int = 0,
 ) -> int:
-    """Returns the FLOPs of a forward and the `backward` pass, over all ranks; see `forward_flops`."""
+    """Returns the FLOPs of a forward and `backward` pass over all ranks; see `forward_flops`."""
     lengths = list(lengths)
     found = _forward(shape, lengths, head_tokens, head_size, prefixes, adapter_params)
     of_mtp = _mtp_train_flops(shape, lengths, head_tokens) if shape.has_mtp else 0

@@ -154,7 +154,7 @@ class Roles:
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     def shared_weights(self) -> Iterator[str]:
-        """Yields for each other model of a policy with adapters whether it uses the frozen weights."""
+        """Yields for each other model of an adapted policy whether it uses the frozen weights."""
         if self.policy.model.lora is None:
             return
         if self.reference is not None and self.reference.model is self.policy.model:
@@ -366,7 +366,7 @@ def make_roles(
 
 
 def _match_engine(model: ParallelModel, config: Config) -> None:
-    """Makes a model compute the engine's bits. Raises UserError if the model does not support it."""
+    """Makes a model compute the engine's bits. Raises UserError if it does not support that."""
     traits = ENGINES[config.rollout.engine]
     if model.world.platform.is_cpu:
         attend = traits.exact_attention

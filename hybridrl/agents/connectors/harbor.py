@@ -139,7 +139,7 @@ class _Plan:
 
     @staticmethod
     def read(task: Path) -> _Plan:
-        """Reads a task's Dockerfile. Raises ValueError if a line needs an image that must be built."""
+        """Reads a task's Dockerfile. Raises ValueError if a line needs a build of an image."""
         plan = _Plan(task / "environment" / "Dockerfile")
         is_there = plan.dockerfile.is_file()
         text = plan.dockerfile.read_text(encoding="utf-8") if is_there else ""

@@ -91,7 +91,7 @@ async def play(
 def rows(
     num_rows: int = 1000, prompt: str = "Episode {seed}.", **_: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows that reset the environment with the seeds 0, 1, ..., which `prompt` may contain."""
+    """Yields rows that reset the environment with seeds 0, 1, ..., which `prompt` may contain."""
     for seed in range(num_rows):
         yield {"prompt": prompt.replace("{seed}", str(seed)), "reset": {"seed": seed}}
 
