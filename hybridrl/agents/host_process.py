@@ -452,7 +452,7 @@ def _lean(finished: Finished) -> Finished:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns an error that can be pickled, as UserErrors can; prints the traceback of any other."""
+    """Returns an error that can be pickled, as UserErrors can; prints the traceback of others."""
     if isinstance(error, UserError):
         return error
     traceback.print_exception(error)

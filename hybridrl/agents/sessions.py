@@ -239,7 +239,7 @@ class Sessions:
         budgets: Budgets | None = None,
         max_kept: int | None = None,
     ) -> Session:
-        """Opens a session, whose `token` clients send as their API key; arguments as in `Session`."""
+        """Opens a session, whose `token` is the API key of its clients; see `Session`."""
         session = Session(
             sample_key, row, budgets or Budgets(), self._max_context, self.template, max_kept
         )
