@@ -16,10 +16,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from hybridrl.checkpoint.host_memory import available_bytes
+from hybridrl.checkpoint.host_memory import FIRST_BYTES, available_bytes, next_segment_bytes
 from hybridrl.checkpoint.optimizer_state import Allocator
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
-from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
 ALIGNMENT_BYTES = 512  # alignment that torch uses for tensors
 

@@ -1,4 +1,4 @@
-"""Determines how much memory a job's processes may still allocate on this host. No torch.
+"""Determines how much memory a job's processes may allocate on this host, and page-lock. No torch.
 
 A container or a scheduler may set a limit below the host's free memory, and kills processes that
 exceed it. The limits are those of control groups, version 2 (Linux, cgroup-v2.rst).
@@ -37,3 +37,23 @@ def _free_of(group: Path) -> Iterator[int]:
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         # When memory is needed, the kernel frees cached file pages that were not read recently.
         yield max(limit - used + int(stats.get("inactive_file", 0)), 0)
+
+
+FIRST_BYTES = 64 << 20
+MAX_BYTES = 1 << 30
+
+
+def next_segment_bytes(taken: int) -> int:
+    """Returns the size of the next segment, a power of two, about that of all earlier ones. Small
+    models therefore lock little memory, and large models need few segments.
+    """
+    doubled = 1 << max(taken, 1).bit_length() - 1
+    return min(max(doubled, FIRST_BYTES), MAX_BYTES)
+
+
+def locked_bytes(num_bytes: int) -> int:
+    """Returns the total size of the segments for tensors placed one after another."""
+    taken = 0
+    while taken < num_bytes:
+        taken += next_segment_bytes(taken)
+    return taken

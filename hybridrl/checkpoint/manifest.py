@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Literal, Protocol
@@ -315,7 +315,7 @@ def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
     _check_size(file, entry)
     if not entry.pieces:  # format 1 has no digests
         return _read(file)
-    verify_file(file, entry, 1)
+    verify_files([(file, entry)], 1)
     return _read(file)
 
 
@@ -333,20 +333,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         _check_size(folder / name, entry)
 
 
-def verify_all(
-    folder: Path, manifest: Manifest, notify: Callable[[str], None] = lambda text: None
-) -> None:
-    """Reads and verifies every byte of a checkpoint. Raises CheckpointError, which names the first
-    bad file. `notify` receives a line about each file before it is read.
-    """
+def verify_all(folder: Path, manifest: Manifest) -> None:
+    """Verifies every byte of a checkpoint; CheckpointError names the first bad file."""
     check_sizes(folder, manifest)
-    for name, entry in manifest.files.items():
-        notify(f"{name}: {entry.bytes} bytes")
-        verify_file(folder / name, entry, reading_threads())
-
-
-def verify_file(file: Path, entry: FileEntry, num_threads: int) -> None:
-    verify_files([(file, entry)], num_threads)
+    files = [(folder / name, entry) for name, entry in manifest.files.items()]
+    verify_files(files, reading_threads())
 
 
 def verify_files(files: Iterable[tuple[Path, FileEntry]], num_threads: int) -> None:

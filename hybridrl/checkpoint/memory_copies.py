@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,12 +25,13 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.checkpoint.begun_copy import BegunCopy, FailedElsewhereError, has_size
-from hybridrl.checkpoint.folders import HF_FILES
+from hybridrl.checkpoint.folders import HF_FILES, PARTIAL, Checkpoint, newest_checkpoint
 from hybridrl.checkpoint.host_copies import HostCopies
-from hybridrl.checkpoint.manifest import Ancestor
+from hybridrl.checkpoint.manifest import Ancestor, Manifest, verify_files
 from hybridrl.checkpoint.memory_folders import (
     GENERATIONS,
     SHARDED,
+    files_of_host,
     free_bytes,
     host_folder,
     keep_files,
@@ -37,10 +39,11 @@ from hybridrl.checkpoint.memory_folders import (
     remove_copies,
     renew_copy,
     run_id,
+    usable,
 )
 from hybridrl.checkpoint.reading import reading_threads
-from hybridrl.checkpoint.restored_copies import restored_copy
-from hybridrl.checkpoint.writing import Content
+from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
+from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import UNBOUNDED, World
 from hybridrl.parallel.ring import HostRing
 
@@ -280,11 +283,80 @@ class MemoryCopies:
         """Returns the folder of the newest copy if it is newer than all checkpoints, or None.
         Several hosts first write it to the run's `checkpoints` folder, `root`. Collective.
         """
-        found = restored_copy(
-            self._number, root, self._world, len(self._hosts), self._num_threads, self._notify
-        )
-        if found is None:
+        ranks = self._world.host_ranks
+        own = files_of_host(self._number, ranks) if self._leads else None
+        hosts = [one for one in self._world.gather_objects(own) if one is not None]
+        if not any(host.manifests for host in hosts):
             return None
-        if found.is_in_memory:
-            self._restored, self.lineage = found.step, found.lineage
-        return found.folder
+        with self._world.all_agree("choosing a copy in memory") as agreement:
+            if self._world.rank == 0:
+                newest = newest_checkpoint(root)
+                opened = None if newest is None else Checkpoint.open(newest)
+                ancestor = None if opened is None else opened.ancestor
+                order = 0 if opened is None else opened.manifest.order
+                agreement.value = order, list(usable(hosts, ancestor))
+        order, found = agreement.values[0]
+        for step, manifest, writers in found:
+            source = folder = host_folder(self._number) / f"step_{step}"
+            if len(self._hosts) == 1:
+                use = "; the run continues from it"
+                damage = self._damage(source, manifest, writers)
+            else:
+                folder = root / f"step_{step}"
+                use = f" and written to {folder}"
+                numbered = manifest.model_copy(update={"order": order + 1})
+                damage = self._write_out(folder, numbered, writers, source)
+            if damage is None:
+                self._notify(f"step {step} was found in host memory{use}")
+                if folder == source:
+                    self._restored, self.lineage = step, manifest.lineage
+                return folder
+            self._notify(f"step {step} was found in host memory but is not used: {damage}")
+        return None
+
+    def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
+        """Verifies a copy on this host, each rank a part; returns damage, or None. Collective."""
+        with self._world.all_agree("verifying a copy in memory", True) as agreement:
+            try:
+                mine = [name for name, reader in readers.items() if reader == self._world.rank]
+                files = [(folder / name, manifest.files[name]) for name in mine]
+                verify_files(files, self._num_threads)
+            except CheckpointError as error:
+                agreement.value = str(error)
+        return next((one for one in agreement.values if one is not None), None)
+
+    def _write_out(
+        self, folder: Path, manifest: Manifest, writers: Mapping[str, int], source: Path
+    ) -> str | None:
+        """Writes a copy to disk as a checkpoint; returns damage, or None. Collective."""
+        world, partial = self._world, folder.with_name(folder.name + PARTIAL)
+        with world.all_agree("making a checkpoint of a copy in memory"):
+            if world.rank == 0:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder.parent, folder.name)
+                for name in manifest.files:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        with world.all_agree("writing a copy in memory to a checkpoint", True) as agreement:
+            try:
+                for name, writer in writers.items():
+                    if writer == world.rank:
+                        verify_files([(source / name, manifest.files[name])], self._num_threads)
+                        _copy(source / name, partial / name)
+            except CheckpointError as error:
+                agreement.value = str(error)
+        damage = [one for one in agreement.values if one is not None]
+        with world.all_agree("completing the checkpoint"):
+            if world.rank == 0 and damage:
+                shutil.rmtree(partial, ignore_errors=True)
+            elif world.rank == 0:
+                manifest.write(partial)
+                give_name(partial, folder)
+        return damage[0] if damage else None
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file durably."""
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 1 << 20)
+        written.flush()
+        os.fsync(written.fileno())

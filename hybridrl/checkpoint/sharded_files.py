@@ -65,8 +65,12 @@ from hybridrl.checkpoint.manifest import (
     verify_piece,
 )
 from hybridrl.checkpoint.reading import in_threads
-from hybridrl.checkpoint.tensor_files import save_tensor, without_crc32, without_truncating
-from hybridrl.checkpoint.tensor_room import tensor_room
+from hybridrl.checkpoint.tensor_files import (
+    save_tensor,
+    tensor_room,
+    without_crc32,
+    without_truncating,
+)
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World

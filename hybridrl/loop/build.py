@@ -30,7 +30,7 @@ from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform, multiply_in_one_order, start_kernels_in_order
 from hybridrl.roles.roles import make_roles
-from hybridrl.rollout.held_adapters import held_family
+from hybridrl.rollout.model_rules import held_family
 from hybridrl.training.mismatch import MismatchWarning
 
 

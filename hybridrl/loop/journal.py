@@ -23,8 +23,7 @@ from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.generation.resampling import TRUNCATED
 from hybridrl.loop.observers import Observer
 from hybridrl.loop.run_starts import FINISHED, RunStarts, exit_of
-from hybridrl.loop.sample_pictures import SamplePictures
-from hybridrl.loop.sample_records import sample_records
+from hybridrl.loop.sample_records import SamplePictures, sample_records
 from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s

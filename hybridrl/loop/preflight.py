@@ -62,9 +62,12 @@ from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
-from hybridrl.rollout.held_adapters import merged_transport_rules
-from hybridrl.rollout.hybrid_models import hybrid_rules
-from hybridrl.rollout.quantized_models import cpu_rules, quantized_model_rules
+from hybridrl.rollout.model_rules import (
+    cpu_rules,
+    hybrid_rules,
+    merged_transport_rules,
+    quantized_model_rules,
+)
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 

@@ -41,9 +41,8 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.roles.reward_models import RewardModel
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import RolloutEngine, SamplingParams
-from hybridrl.rollout.held_adapters import held_family, merging_notice
+from hybridrl.rollout.engine import RolloutEngine, SamplingParams, TokenTexts
+from hybridrl.rollout.model_rules import held_family, merging_notice
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel

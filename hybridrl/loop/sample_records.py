@@ -1,18 +1,24 @@
 """Creates the records of samples in `rollouts/`: texts, rewards, and numbers for each token.
+
 Collective: all ranks send tokens to rank 0, which yields records, a few samples at a time. A record
 has each token's number of characters instead of the token, and log-probabilities in millinats.
+Small copies of images are written to `rollouts/images/`, for the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
 from hybridrl.contracts.batch import ScoredBatch
+from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.samples import UNKNOWN_LOGP
-from hybridrl.loop.sample_pictures import SamplePictures
+from hybridrl.models.vision.images import FILE, IMAGE, decoded
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
@@ -153,3 +159,59 @@ def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
     if counts:
         counts[-1] += len(text) - at
     return counts
+
+
+FOLDER = "images"  # in rollouts/
+MAX_SIDE = 384  # pixels of a copy, which has about 10 to 40 kB
+QUALITY = 80  # of JPEG
+NUM_THREADS = 4  # Pillow releases Python's lock; more would need more memory for large images
+NAME_LENGTH = 32  # characters of the image's key
+
+
+class SamplePictures:
+    """Writes copies of images once each, in other threads, to the run's folder `rollouts`. At its
+    end, waits for all copies and raises the first error of writing one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / FOLDER
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "pictures")
+        self._started: dict[str, Future[None]] = {}
+
+    def __enter__(self) -> SamplePictures:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for started in self._started.values():
+                started.result()
+
+    def write(self, contents: Iterable[Content]) -> list[str]:
+        """Starts to write copies of a prompt's images, and returns their names, in order."""
+        names = []
+        for content in contents:
+            if content.kind != IMAGE:
+                continue
+            name = content.key[:NAME_LENGTH]
+            names.append(name)
+            file = self._folder / f"{name}.jpg"
+            if name not in self._started and not file.exists():
+                self._started[name] = self._pool.submit(_write, file, content)
+        return names
+
+
+def _write(file: Path, content: Content) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(small_copy(content.arrays[FILE].tobytes()))
+    partial.replace(file)
+
+
+def small_copy(data: bytes) -> bytes:
+    """Returns an image's file as a JPEG file of at most MAX_SIDE pixels in each direction."""
+    image = decoded(data, enough=MAX_SIDE)
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    target = io.BytesIO()
+    image.save(target, "JPEG", quality=QUALITY)
+    return target.getvalue()

@@ -39,9 +39,7 @@ from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
-from hybridrl.rollout.held_adapters import merged_transport_rules
-from hybridrl.rollout.hybrid_models import hybrid_rules
-from hybridrl.rollout.quantized_models import quantized_model_rules
+from hybridrl.rollout.model_rules import hybrid_rules, merged_transport_rules, quantized_model_rules
 
 PLANNER = "hybridrl.services.planner.choose"
 """Module with the LayoutChooser `chosen_layout`; imported by name, and only for `layout: auto`."""

@@ -19,8 +19,9 @@ from hybridrl.contracts.blobs import Array, Blobs, blobs_from_json
 from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.models.adapters.slots import POLICY
-from hybridrl.rollout.common.stops import TokenTexts
 
+# A token consists of at least one byte of text, and a UTF-8 character has at most four bytes.
+_MAX_TOKENS_PER_CHARACTER = 4
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
 """For each run of consecutive tokens that the same weights generated, (version, number of tokens),
@@ -83,6 +84,25 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be 1 or more")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+
+
+class TokenTexts:
+    """Finds stop strings at the end of responses, using a transformers tokenizer.
+
+    Searches the decoded text, because a stop string may be tokenized in several ways and may end
+    within a token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def ends(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
+        """Whether the last tokens contain one of the strings; must be called after each token."""
+        longest = max(map(len, strings))
+        # One more token, because the string may end within the last token.
+        last = tokens[-(_MAX_TOKENS_PER_CHARACTER * longest + 1) :]
+        text: str = self._tokenizer.decode(list(last), skip_special_tokens=False)
+        return any(string in text for string in strings)
 
 
 class _Versioned:

@@ -27,8 +27,7 @@ from packaged import CLASSES, LOSE_PRESENCE, needs
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
 from hybridrl.rollout import registry
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.rollout.engine import Request, SamplingParams, TokenTexts, generate
 
 PENALIZING = ["qwen3"] + [
     pytest.param(f"{name}-qwen3", marks=needs(name))

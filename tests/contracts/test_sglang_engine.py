@@ -39,8 +39,7 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import resolve_family
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, TokenTexts, generate
 from hybridrl.rollout.sglang import routing as sglang_routing
 from hybridrl.rollout.sglang import scheduler as sglang_scheduler
 from hybridrl.rollout.sglang import start as sglang_start

@@ -29,8 +29,7 @@ from packaged import needs
 from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.errors import UserError
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, TokenTexts, generate
 from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE
 from hybridrl.rollout.vllm.decoding import StepTokens
 

@@ -37,8 +37,8 @@ from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import SamplingParams
-from hybridrl.rollout.held_adapters import held_family
 from hybridrl.rollout.hf.adapter import HfEngine
+from hybridrl.rollout.model_rules import held_family
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights
 

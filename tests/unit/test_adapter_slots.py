@@ -23,7 +23,7 @@ from hybridrl.models.weights import (
     megatron_layout,
 )
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import held_family, merged_transport_rules, merging_notice
+from hybridrl.rollout.model_rules import held_family, merged_transport_rules, merging_notice
 
 LLAMA, PHI3 = resolve_family("llama", {}), resolve_family("phi3", {})
 SHAPE = ModelShape(4, 16, 8, 2, 4, 32, 100, qkv_bias=True)

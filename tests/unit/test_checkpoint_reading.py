@@ -10,7 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hybridrl.checkpoint import manifest, tensor_room
+from hybridrl.checkpoint import manifest, tensor_files
 from hybridrl.checkpoint.manifest import (
     DigestingFile,
     FileEntry,
@@ -20,7 +20,7 @@ from hybridrl.checkpoint.manifest import (
     verify_files,
 )
 from hybridrl.checkpoint.sharded_files import _FileReader
-from hybridrl.checkpoint.tensor_room import DeviceRoom
+from hybridrl.checkpoint.tensor_files import DeviceRoom
 from hybridrl.errors import CheckpointError
 
 
@@ -42,14 +42,14 @@ def test_a_part_is_read_to_its_place_and_all_is_verified(
     way: str, begin: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "READ_BYTES", 1000)
-    monkeypatch.setattr(tensor_room, "STAGED_BYTES", 1024)
-    monkeypatch.setattr(tensor_room, "_STAGED", threading.local())
+    monkeypatch.setattr(tensor_files, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(tensor_files, "_STAGED", threading.local())
     file = tmp_path / "file"
     content, entry = written(file, [500, 10_000])
     target = torch.zeros(size, dtype=torch.uint8)
 
     def read() -> None:
-        room = DeviceRoom(target) if way == "device" else tensor_room.tensor_room(target)
+        room = DeviceRoom(target) if way == "device" else tensor_files.tensor_room(target)
         with open_for_reading(file) as handle:
             parts = 500, 10_000, range(begin, begin + size), room, entry.pieces[1]
             read_piece(file, handle, *parts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.rollout.common import fp8_op
+from hybridrl.rollout.common import torch_operations
 from hybridrl.rollout.vllm.fp8_products import multiply_unrounded_tokens
 
 FEW = 4  # tokens for which the unrounded product counts as measured, for weights of SIZES
@@ -61,7 +61,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         ops, "fp8_product_fits", lambda num, weight: num <= FEW and tuple(weight.shape) == SIZES
     )
-    monkeypatch.setattr(fp8_op, "_engines", [])
+    monkeypatch.setattr(torch_operations, "_engines", [])
     torch.manual_seed(0)
     yield
 

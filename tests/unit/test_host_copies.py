@@ -7,9 +7,9 @@ import io
 import pytest
 import torch
 
-from hybridrl.checkpoint import segments as segment_sizes
+from hybridrl.checkpoint import host_memory as segment_sizes
 from hybridrl.checkpoint.host_copies import HostCopies, Segments
-from hybridrl.checkpoint.segments import locked_bytes
+from hybridrl.checkpoint.host_memory import locked_bytes
 
 SHAPES = [(3, 700), (), (0, 4), (1000,), (5000,), (7,)]
 DTYPES = [torch.bfloat16, torch.float32, torch.int64, torch.float32, torch.float32, torch.uint8]

@@ -14,8 +14,7 @@ from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.mixers import MixerShape
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.held_adapters import held_family, merging_notice
-from hybridrl.rollout.hybrid_models import hybrid_rules
+from hybridrl.rollout.model_rules import held_family, hybrid_rules, merging_notice
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.hybrid_cache import HybridCache, hybrid_request_bytes
 

@@ -21,7 +21,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from tiny_images import file_of
 
 from hybridrl.contracts.prompts import Content
-from hybridrl.loop.sample_pictures import SamplePictures
+from hybridrl.loop.sample_records import SamplePictures
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
 from hybridrl.models.vision.images import FILE, IMAGE, ImageFault
 from hybridrl.services.report import page_data

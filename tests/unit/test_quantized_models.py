@@ -33,7 +33,7 @@ from hybridrl.models.weights import (
 )
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.quantized_models import cpu_rules, quantized_model_rules
+from hybridrl.rollout.model_rules import cpu_rules, quantized_model_rules
 from hybridrl.rollout.vllm.arguments import LINEAR_BACKEND, engine_arguments
 from hybridrl.services.planner import times
 from hybridrl.services.planner.hardware import ClusterFile

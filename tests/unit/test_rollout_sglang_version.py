@@ -39,8 +39,8 @@ from hybridrl.rollout.sglang.arguments import (
     longest_request,
     server_arguments,
 )
-from hybridrl.rollout.sglang.longrope import settle_longrope
 from hybridrl.rollout.sglang.penalties import TokenTable
+from hybridrl.rollout.sglang.repairs import settle_longrope
 from hybridrl.rollout.sglang.sampling import IS_GREEDY, SeededSampler
 from hybridrl.rollout.sglang.version import (
     installed_version,

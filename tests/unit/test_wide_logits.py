@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl import ops
 from hybridrl.debug.residual import trainer_logits
 from hybridrl.models.megatron.heads import LanguageModel
-from hybridrl.rollout.hf.head import compute_wide_logits
-from hybridrl.rollout.vllm.head import _wide_product
+from hybridrl.rollout.hf.exact import compute_wide_logits
+from hybridrl.rollout.vllm.repairs import _wide_product
 
 V, D = 2500, 16
 

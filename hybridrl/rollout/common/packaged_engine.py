@@ -49,7 +49,7 @@ from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.common.wide_routers import WideRouters
 from hybridrl.rollout.engine import Holding, Request, unknown_adapter
-from hybridrl.rollout.quantized_models import cpu_rules
+from hybridrl.rollout.model_rules import cpu_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, TokenTexts
 
 
 class QueuedEngine:

@@ -29,10 +29,9 @@ from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
-from hybridrl.rollout.hf.exact import compute_exactly
+from hybridrl.rollout.hf.exact import compute_exactly, compute_wide_logits
 from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
 from hybridrl.rollout.hf.experts import ChosenExperts
-from hybridrl.rollout.hf.head import compute_wide_logits
 from hybridrl.rollout.hf.images import ImageModel
 from hybridrl.rollout.hf.linear_adapters import RowAdapters, hold_linear_adapters
 from hybridrl.rollout.hf.slot_cache import LINEAR, SlotCache

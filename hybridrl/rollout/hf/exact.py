@@ -1,6 +1,6 @@
-"""Makes a model of transformers compute the same bits as the trainer, whatever the batch.
+"""Makes a model of transformers compute as the trainer: the same bits, or only logits in float32.
 
-Replaces products, norms and attention by the operations that the trainer then uses too
+Exact mode replaces products, norms and attention by the operations that the trainer then uses too
 (models/megatron/exact.py). All other operations work element by element.
 """
 
@@ -97,3 +97,18 @@ def _attention(
         query_BHQD, key_BHSD, value_BHSD, attention_mask[:, 0], scaling
     )
     return result.transpose(1, 2), None
+
+
+def compute_wide_logits(model: Any) -> None:
+    """Makes a model's output layer return float32 logits that were never rounded to another type.
+    Logits of about 20 that are rounded to bfloat16 are wrong by up to 0.06 nats.
+    """
+    head = model.lm_head
+    if head.weight.dtype != torch.float32:
+        head.forward = partial(_wide_product, head)
+
+
+def _wide_product(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    weight_VD = head.weight  # read in every call, because updates may replace the parameter
+    logits = ops.wide_logits(hidden.flatten(0, -2), weight_VD)
+    return logits.view(*hidden.shape[:-1], -1)

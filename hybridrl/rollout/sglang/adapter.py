@@ -20,8 +20,8 @@ from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.settings import too_long
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.sglang.adapters import LiveAdapters
-from hybridrl.rollout.sglang.longrope import settle_longrope
 from hybridrl.rollout.sglang.memory import sleeping_memory
+from hybridrl.rollout.sglang.repairs import settle_longrope
 from hybridrl.rollout.sglang.routing import RecordedExperts
 from hybridrl.rollout.sglang.sampling import request_sampling
 from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon

@@ -40,13 +40,12 @@ from hybridrl.rollout.common.process_state import (
 )
 from hybridrl.rollout.sglang.adapters import adapter_arguments, adapters_without_experts
 from hybridrl.rollout.sglang.arguments import longest_pass, longest_request, server_arguments
-from hybridrl.rollout.sglang.latent import latents_on_cpu
 from hybridrl.rollout.sglang.memory import EnginePools, allocated_in, engine_pools
 from hybridrl.rollout.sglang.process_config import configure
+from hybridrl.rollout.sglang.repairs import known_models_kept, latents_on_cpu, stand_in
 from hybridrl.rollout.sglang.routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang.sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang.scheduler import make_scheduler, without_watchdog
-from hybridrl.rollout.sglang.stand_ins import known_models_kept, stand_in
 from hybridrl.rollout.sglang.version import NAME
 
 ENVIRONMENT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -22,17 +23,23 @@ from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
 from hybridrl.rollout.vllm.fp8_products import multiply_unrounded_tokens
-from hybridrl.rollout.vllm.head import compute_wide_logits
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
-from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
-from hybridrl.rollout.vllm.names import hf_style
+from hybridrl.rollout.vllm.repairs import compute_wide_logits, rotate_with_torch
 from hybridrl.rollout.vllm.requests import request_rules, sampling_params
 from hybridrl.rollout.vllm.routing import RecordedExperts
 from hybridrl.rollout.vllm.start import LiveEngine, caches_of, runner_of, start, stop
 from hybridrl.rollout.vllm.version import NAME, is_scheduler_known
 
 COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
+# vLLM's names that differ from those in HF checkpoints, apart from fused parameters: in models with
+# images, and in GPT-OSS.
+RENAMED = (
+    (re.compile(r"^language_model\.(model\.|lm_head\.)"), r"\1"),
+    (re.compile(r"^visual\."), "model.visual."),
+    (re.compile(r"^model\.embedding\."), "model.embed_tokens."),
+    (re.compile(r"^(model\.layers\.\d+)\.attn\."), r"\1.self_attn."),
+)
 
 
 class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
@@ -41,7 +48,11 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @staticmethod
     def _layout_name(name: str) -> str | None:
-        return None if COPIES.is_copy(name) or is_cache_scale(name) else hf_style(name)
+        if COPIES.is_copy(name) or is_cache_scale(name):
+            return None
+        for pattern, replacement in RENAMED:
+            name = pattern.sub(replacement, name)
+        return name
 
     def _start(self) -> None:
         # Requests in vLLM, by vLLM's names. Names are never reused, because vLLM may still return a

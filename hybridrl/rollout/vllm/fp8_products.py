@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.rollout.common.fp8_op import multiply_many_tokens_by
+from hybridrl.rollout.common.torch_operations import multiply_many_tokens_by
 
 
 def multiply_unrounded_tokens(model: torch.nn.Module, max_batch: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.common.adapter_ops import SLOT
+from hybridrl.rollout.common.torch_operations import SLOT
 
 USUAL_LAYERS = (
     "ColumnParallelLinear",

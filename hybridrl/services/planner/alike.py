@@ -13,7 +13,7 @@ from hybridrl.models.family import Family
 from hybridrl.models.quantized import quantized_bytes, split_family
 from hybridrl.models.trainable import synced_family, unmerged_family
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import held_family
+from hybridrl.rollout.model_rules import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (

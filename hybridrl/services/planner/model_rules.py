@@ -13,7 +13,7 @@ from hybridrl.errors import UserError
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.mixers import mixer_rules
 from hybridrl.models.mtp import mtp_rules
-from hybridrl.rollout.quantized_models import quantized_model_rules
+from hybridrl.rollout.model_rules import quantized_model_rules
 from hybridrl.services.planner.phase_memory import RoleModel
 
 

@@ -29,7 +29,7 @@ from hybridrl.models.weights import (
     megatron_layouts,
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
-from hybridrl.rollout.held_adapters import held_family
+from hybridrl.rollout.model_rules import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.phase_memory import (
     Elements,

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from hybridrl.checkpoint.segments import locked_bytes
+from hybridrl.checkpoint.host_memory import locked_bytes
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
 from hybridrl.config.rules_numerics import gpu_numerics_rules
@@ -32,7 +32,7 @@ from hybridrl.models.trainable import frozen_names, synced_family, trained_summa
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import held_family, merging_notice
+from hybridrl.rollout.model_rules import held_family, merging_notice
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate

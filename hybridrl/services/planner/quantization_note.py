@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridrl.config.rules_quantization import quantization_rules
 from hybridrl.config.schema import Config
-from hybridrl.rollout.quantized_models import quantized_model_rules
+from hybridrl.rollout.model_rules import quantized_model_rules
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.estimate import Estimate, estimate
 from hybridrl.services.planner.hardware import Assumptions

@@ -23,7 +23,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.models.mtp import input_params, mtp_layer
 from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.held_adapters import held_family
+from hybridrl.rollout.model_rules import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.image_costs import TowerWork, image_tokens, work_for_prompts

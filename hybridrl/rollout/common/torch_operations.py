@@ -1,11 +1,12 @@
-"""Operations that add an adapter's product to a layer's output, registered with torch so that
-torch.compile does not look into them. A x is computed on a second stream, next to the layer's
-product.
+"""Products with adapters and FP8 weights, as operations that torch.compile does not look into.
+
+A x of an adapter is computed on a second stream of the GPU, next to the layer's own product. Few
+tokens are multiplied by FP8 weights without being rounded, more tokens by the engine's own product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from hybridrl import ops
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 SLOT = 0  # of the only adapter
 
+_engines: list[Product] = []
 _library = torch.library.Library("hybridrl", "FRAGMENT")
 _library.define("adapter_down(Tensor x, Tensor a) -> Tensor")
 _library.define("adapter_up(Tensor(a!) y, Tensor down, Tensor x, Tensor[] bs, Tensor slots) -> ()")
+_library.define("fp8_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor")
 
 
 @cache
@@ -47,8 +51,28 @@ def _up(y: Tensor, down: Tensor, x: Tensor, bs: Sequence[Tensor], slots: Tensor)
     ops.add_up(y, down, bs, slots[: x.size(0)], SLOT)
 
 
+def multiply_many_tokens_by(product: Product) -> None:
+    """Sets the engine's product of rows, (M, K), weights, (N, K), and scales, one per process."""
+    _engines[:] = [product]
+
+
+def _product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Returns x @ W.T, (..., N); x has shape (..., K)."""
+    rows = x.flatten(0, -2)
+    ops.prepare_fp8_products(x.device)
+    if ops.fp8_product_fits(len(rows), weight):
+        y = ops.fp8_product(rows, weight, scales)
+    else:
+        y = _engines[0](rows, weight, scales)
+    return y.view(*x.shape[:-1], weight.size(0))
+
+
 for _device in ("CUDA", "CPU"):
     _library.impl("adapter_down", _down, _device)
     _library.impl("adapter_up", _up, _device)
+    _library.impl("fp8_linear", _product, _device)
 _library.impl("adapter_down", lambda x, a: x.new_empty(x.size(0), a.size(0)), "Meta")
 _library.impl("adapter_up", lambda *_: None, "Meta")
+_library.impl(
+    "fp8_linear", lambda x, weight, scales: x.new_empty(*x.shape[:-1], weight.size(0)), "Meta"
+)
