@@ -175,6 +175,10 @@ def test_several_ranks_exchange_events_less_often_with_many_requests(tmp_path: P
         replica.host.abort(numbers.pop())
         found = [bool(replica.advance()[2]) for _ in range(num_steps)]
         assert found == [False] * (num_steps - 1) + [True]
+    number = replica.request()
+    assert not replica.advance()[1]  # not yet
+    found = [rank.advance((), blocks=True)[1] for rank in (replica.first, replica.second)]
+    assert [[one.request_id for one in requests] for requests in found] == [[number]] * 2
 
 
 def test_only_engines_with_a_maximum_limit_stop_tokens() -> None:

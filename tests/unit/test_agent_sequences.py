@@ -155,6 +155,7 @@ def test_mini_batches_and_selections_keep_the_sequences_of_a_sample_together():
         end += size
     assert [len(part.by_sample().sample_ids_B) for part in parts] == [2, 2, 2]
     assert TrainBatch.concat(parts).sequence_B.equal(batch.sequence_B)
+    assert mini_batch_sizes(batch, 2) == [6, 4]  # not [5, 5], although there are 10 sequences
     assert mini_batch_sizes(one_sequence_each([1] * 6), 4) == [2, 2, 1, 1]
 
 
