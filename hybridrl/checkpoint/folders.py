@@ -40,48 +40,26 @@ PEFT_FORMAT: Final = "peft"
 
 
 class SavedState(BaseModel):
-    """Content of `state.json`: the state of a run except its weights.
-
-    Args:
-        step: Number of finished steps; None if the checkpoint contains only weights, as written by
-            `hybridrl convert`.
-        prompts, mix: Positions in the run's prompts, and in those for additional loss terms.
-        rollouts: Rollouts in progress, and expected response lengths.
-        algorithm: State of adaptive algorithms.
-        evaluations: Results of evaluations (`reward` and `accuracy`) and of tests on held-out rows
-            with responses, by step.
-        seconds: Training time so far, in seconds.
-        num_updates: Number of optimizer steps taken by each trained model.
-        freeze: Value of `train.freeze`, for whose parameters there is no optimizer state.
-        lora: Settings of the LoRA adapters, and the model that they adapt. The checkpoint then
-            contains only what is trained. None if the run has no adapters.
-        passed_over: HF directory with tensors that training passes over and exports contain
-            unchanged (MTP layers, vision towers). None if there are no such tensors.
-        trains_mtp: Whether the policy contains the layer for multi-token prediction.
-        layout: Layout of the ranks, in which alone random states are restored.
-        family: Value of `model.family` that is needed to load the weights.
-        dtype: Dtype of the policy's weights.
-        score_token: Response token at which a reward model's score is read during training. Missing
-            in checkpoints from older versions.
-    """
+    """Content of `state.json`: the state of a run except its weights."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    step: int | None = Field(None, ge=0)
-    prompts: dict[str, Any] = {}
+    step: int | None = Field(None, ge=0)  # None for only weights, as from `hybridrl convert`
+    prompts: dict[str, Any] = {}  # positions in prompts, and in those for other terms
     mix: dict[str, Any] = {}
-    rollouts: dict[str, Any] = {}
-    algorithm: dict[str, float] = {}
-    evaluations: dict[str, dict[str, float]] = {}
-    seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
-    num_updates: dict[str, int] = {}
-    freeze: list[str] = []
-    lora: SavedAdapters | None = None
-    passed_over: SavedBase | None = None
-    trains_mtp: bool = False
-    layout: str
-    family: str
-    dtype: Literal["float32", "bfloat16", "float16"]
+    rollouts: dict[str, Any] = {}  # rollouts in progress, and expected response lengths
+    algorithm: dict[str, float] = {}  # state of adaptive algorithms
+    evaluations: dict[str, dict[str, float]] = {}  # also of held-out rows, by step
+    seconds: float = Field(0.0, ge=0, allow_inf_nan=False)  # training time so far, in seconds
+    num_updates: dict[str, int] = {}  # number of optimizer steps taken by each trained model
+    freeze: list[str] = []  # value of `train.freeze`, without optimizer state
+    lora: SavedAdapters | None = None  # settings and base; then only what is trained is saved
+    passed_over: SavedBase | None = None  # directory of tensors exported unchanged
+    trains_mtp: bool = False  # whether the policy contains the layer for multi-token prediction
+    layout: str  # layout of the ranks, in which alone random states are restored
+    family: str  # value of `model.family` that is needed to load the weights
+    dtype: Literal["float32", "bfloat16", "float16"]  # dtype of the policy's weights
+    # Response token at which a reward model's score is read; not in older checkpoints.
     score_token: Literal["last", "before_last"] = "before_last"
 
     @field_validator("evaluations", mode="before")

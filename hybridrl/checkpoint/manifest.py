@@ -64,22 +64,15 @@ class Ancestor(_Part):
 
 
 class Manifest(_Part):
-    """Content of `manifest.json`.
-
-    Args:
-        step: Number of finished steps; None if the checkpoint contains only weights.
-        order: Number of this checkpoint in the order in which a run's checkpoints were written.
-        lineage: Earlier checkpoints in the history of this checkpoint, newest first.
-        files: Entry of each file, by path within the checkpoint.
-        unfinished: First entry of the lineage, if it was still being written when the manifest was
-            created and so may not exist. Set only for copies in host memory.
-    """
+    """Content of `manifest.json`."""
 
     format: Literal[2] = 2
-    step: Whole | None
-    order: Whole
-    lineage: list[Ancestor]
-    files: dict[str, FileEntry]
+    step: Whole | None  # number of finished steps; None if the checkpoint contains only weights
+    order: Whole  # number of this checkpoint in the order in which a run's checkpoints were written
+    lineage: list[Ancestor]  # earlier checkpoints in the history of this checkpoint, newest first
+    files: dict[str, FileEntry]  # entry of each file, by path within the checkpoint
+    # First entry of the lineage, if it was still being written when the manifest was created and so
+    # may not exist. Set only for copies in host memory.
     unfinished: Ancestor | None = None
 
     @field_validator("files")

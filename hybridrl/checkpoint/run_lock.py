@@ -42,23 +42,15 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds the lock on a run folder.
-
-    Args:
-        process_start: Start time of the process, in seconds since the epoch.
-        namespace: Identifier of the boot and the process namespace in which `pid` is valid.
-        since: Time at which the process locked the folder, shown in messages.
-        token: Identifier of this lock.
-        job, restarts: Slurm job of the process, or empty, and how often Slurm had restarted it.
-    """
+    """The process that holds the lock on a run folder."""
 
     host: str
     pid: int
-    process_start: float
-    namespace: str
-    since: str
-    token: str
-    job: str = ""
+    process_start: float  # start time of the process, in seconds since the epoch
+    namespace: str  # identifier of the boot and the process namespace in which `pid` is valid
+    since: str  # time at which the process locked the folder, shown in messages
+    token: str  # identifier of this lock
+    job: str = ""  # Slurm job of the process, or empty, and how often Slurm had restarted it
     restarts: int = 0
 
     @staticmethod

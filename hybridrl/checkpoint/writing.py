@@ -43,26 +43,16 @@ from hybridrl.parallel.groups import Agreement, World
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files and values in a checkpoint that come from the policy's HF directory.
+    """Files and values in a checkpoint that come from the policy's HF directory."""
 
-    Args:
-        hf_config: Content of config.json.
-        family: Value of `model.family` that is needed to load the weights.
-        dtype: Dtype of the policy's weights as torch spells it ("bfloat16").
-        side_files: Folder that may contain tokenizer files.
-        lora, base: LoRA adapters, and the model that they adapt; None if there are no adapters.
-        passed_over: HF directory with tensors that training passes over; None if there are none.
-        trains_mtp: Whether the layer for multi-token prediction is part of the model.
-    """
-
-    hf_config: Mapping[str, Any]
-    family: str
-    dtype: str
-    side_files: Path
-    lora: Lora | None = None
+    hf_config: Mapping[str, Any]  # content of config.json
+    family: str  # value of `model.family` that is needed to load the weights
+    dtype: str  # dtype of the policy's weights as torch spells it ("bfloat16")
+    side_files: Path  # folder that may contain tokenizer files
+    lora: Lora | None = None  # LoRA adapters and the model that they adapt, if any
     base: BaseReference | None = None
-    passed_over: BaseReference | None = None
-    trains_mtp: bool = False
+    passed_over: BaseReference | None = None  # of tensors that training passes over
+    trains_mtp: bool = False  # whether the layer for multi-token prediction is part of the model
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,7 @@ NO_VERSION = -1  # temporary version of observations before the policy's first t
 
 @dataclass
 class _Episode:
-    """State of a response that is still being generated, in one or several turns.
-
-    Attributes:
-        actions: Tokens and text of each turn.
-        runs: Runs of tokens from the same version of the weights, as [version, number of tokens].
-            Observations belong to the run of the preceding turn.
-        waits: Whether the response waits for the environment, after a turn or at the beginning.
-    """
+    """State of a response that is still being generated, in one or several turns."""
 
     step: int
     sample_id: int
@@ -56,13 +49,15 @@ class _Episode:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     observed: list[bool] = field(default_factory=list)
+    # Tokens and text of each turn.
     actions: list[tuple[Sequence[int], str]] = field(default_factory=list)
     num_turns: int = 0
+    # [version of the weights, number of tokens]; observations belong to the preceding turn's run.
     runs: list[list[int]] = field(default_factory=list)
     reward: float = 0.0
     failure: tuple[str, str] | None = None
     notes: Counter[str] = field(default_factory=Counter)
-    waits: bool = True
+    waits: bool = True  # for the environment, after a turn or at the beginning
     blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:

@@ -38,20 +38,15 @@ States = tuple[tuple[Runs, ...], tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class Pool:
-    """Snapshot of the groups in flight; replaced, never modified.
+    """Snapshot of the groups in flight; replaced, never modified."""
 
-    Args:
-        groups: Groups in ascending order of their numbers, identical on all ranks.
-        samples: Samples of this rank's replica, by number; on rank 0 also those without a replica.
-        next_number: Number that the next new group will receive.
-        cursors: For each step, the position in the data before the step took its prompts.
-        response_lengths: State of the expected response lengths.
-    """
-
-    groups: tuple[Group, ...] = ()
+    groups: tuple[Group, ...] = ()  # ascending by number, identical on all ranks
+    # Samples of this rank's replica; on rank 0 also those without a replica.
     samples: Mapping[int, Sample] = field(default_factory=dict)
-    next_number: int = 0
+    next_number: int = 0  # number that the next new group will receive
+    # By step, the position in the data before the step took its prompts.
     cursors: Mapping[int, Mapping[str, int | str]] = field(default_factory=dict)
+    # State of the expected response lengths.
     response_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def with_states(self, known: Mapping[int, States]) -> Pool:

@@ -20,24 +20,14 @@ End = Literal["done", "turns", "tokens", "failure"]
 
 @dataclass(frozen=True)
 class Response(Completion):
-    """A finished response of several turns, with observations among its tokens.
+    """A finished response of several turns, with observations among its tokens."""
 
-    Args:
-        observed: For each token, whether it came from the environment.
-        num_turns: Number of turns of the policy.
-        ended: Why the response ended: the environment, max_turns, the token limit, or a failure of
-            the environment.
-        reward: Sum of the rewards from the environment.
-        failure: What the environment did wrong, and what it is allowed to do.
-        notes: Number of times that the environment reported each note.
-    """
-
-    observed: tuple[bool, ...] = ()
-    num_turns: int = 1
-    ended: End = "done"
-    reward: float = 0.0
-    failure: tuple[str, str] | None = None
-    notes: Mapping[str, int] = field(default_factory=dict)
+    observed: tuple[bool, ...] = ()  # for each token, whether it came from the environment
+    num_turns: int = 1  # number of turns of the policy
+    ended: End = "done"  # by the environment, max_turns, the token limit, or a failure
+    reward: float = 0.0  # sum of the rewards from the environment
+    failure: tuple[str, str] | None = None  # what went wrong, and what is allowed
+    notes: Mapping[str, int] = field(default_factory=dict)  # times that each was reported
 
     @property
     def outcome(self) -> Outcome:
@@ -47,25 +37,14 @@ class Response(Completion):
 
 @dataclass(frozen=True)
 class AgentSequence:
-    """One sequence of tokens in an agent's response.
+    """One sequence of tokens in an agent's response."""
 
-    Args:
-        context: Tokens before the first sampled token; at least one.
-        tokens: Tokens from the first sampled token on; the last token was sampled.
-        logps: Log-probability of each token; 0 on observed tokens.
-        observed: For each token, whether it is only context, because it was not sampled or because
-            another sequence of the response trains on it.
-        finish_reason: Why the last turn ended.
-        versions: Runs of tokens from the same version of the weights, as pairs (version, number of
-            tokens). Observed tokens belong to the run of the preceding turn.
-    """
-
-    context: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]
-    observed: tuple[bool, ...]
-    finish_reason: FinishReason
-    versions: Versions
+    context: tuple[int, ...]  # tokens before the first sampled token; at least one
+    tokens: tuple[int, ...]  # tokens from the first sampled token on; the last token was sampled
+    logps: tuple[float, ...]  # log-probability of each token; 0 on observed tokens
+    observed: tuple[bool, ...]  # tokens that were not sampled, or are trained elsewhere
+    finish_reason: FinishReason  # why the last turn ended
+    versions: Versions  # (version, number of tokens); observed with preceding turn
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> AgentSequence:
@@ -76,15 +55,11 @@ class AgentSequence:
 
 @dataclass(frozen=True)
 class AgentResponse(Response):
-    """A finished response of an agent. `tokens`, `logps` and `observed` describe its last sequence.
+    """A finished response of an agent, with the tokens and columns of its last sequence."""
 
-    Args:
-        sequences: All sequences, in the order in which their last turns ended; at least one.
-        is_substitute: Whether the only sequence is a token that the agent did not request, because
-            a response needs a token. It must not be trained.
-    """
-
-    sequences: tuple[AgentSequence, ...] = ()
+    sequences: tuple[AgentSequence, ...] = ()  # in the order of their ends; at least one
+    # Whether the only sequence is a token that the agent did not request, because a response needs
+    # a token. It must not be trained.
     is_substitute: bool = False
 
     @property

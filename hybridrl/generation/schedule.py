@@ -36,24 +36,15 @@ AtBound = Literal["finish", "drop"]
 
 @dataclass(frozen=True)
 class Group:
-    """State of the samples for one prompt, known to all ranks.
+    """State of the samples for one prompt, known to all ranks."""
 
-    Args:
-        number: Number of the group in the run.
-        born: Step in which generation of the group began.
-        place: Index of the prompt among the prompts that step `born` took from the data.
-        replica: Replica that stores the samples; None for rank 0, or if none exists yet.
-        runs: For each sample, in ascending order, the runs of tokens from the same weights.
-        is_done: Whether each sample is finished.
-    """
-
-    number: int
-    born: int
-    place: int
+    number: int  # number of the group in the run
+    born: int  # step in which generation of the group began
+    place: int  # index of the prompt among the prompts that step `born` took from the data
     prompt: Prompt
-    replica: int | None
-    runs: tuple[Runs, ...]
-    is_done: tuple[bool, ...]
+    replica: int | None  # replica that stores the samples; None for rank 0, or if none exists yet
+    runs: tuple[Runs, ...]  # by sample, ascending: runs of tokens from the same weights
+    is_done: tuple[bool, ...]  # whether each sample is finished
 
     @property
     def is_complete(self) -> bool:
@@ -70,23 +61,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Limits on what a run generates and when.
+    """Limits on what a run generates and when."""
 
-    Args:
-        max_lag: Maximum number of steps between the weights that sampled a token and the weights
-            that are trained on it. If 0, each step generates all samples that it trains on.
-        per_step, in_flight: Groups that a step trains on, and in flight while it generates.
-        at_bound: What a step does with groups that have reached the maximum age: wait for them
-            ("finish"), or drop them.
-        ahead_until: Generation during training pauses when only this many samples are unfinished.
-            None if engines do not generate during training.
-    """
-
-    max_lag: int
-    per_step: int
+    max_lag: int  # most steps from a token's weights to those trained on it; 0 for none
+    per_step: int  # groups that a step trains on, and in flight while it generates
     in_flight: int
-    at_bound: AtBound = "finish"
-    ahead_until: int | None = None
+    at_bound: AtBound = "finish"  # wait for groups of the maximum age ("finish"), or drop them
+    ahead_until: int | None = None  # unfinished samples at which engines pause in training, if any
 
     def __post_init__(self) -> None:
         most = self.per_step * (self.max_lag + 1)

@@ -47,33 +47,21 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Scores of responses to held-out prompts.
+    """Scores of responses to held-out prompts."""
 
-    Args:
-        reward: Mean reward over responses; None if only `sets` were evaluated.
-        accuracy: Mean score from the scorer that defines accuracy; None if no scorer defines
-            accuracy, or if a score is outside 0 to 1.
-        num_scored: Number of responses with a score, less those that `reward.on_error` drops.
-        note: Reason why there is no accuracy.
-        accuracy_stderr: Standard error of the accuracy over prompts.
-        pass_at: Probability, by k, that at least one of k responses is right (has score 1).
-        majority: Mean score of the most frequent answer to each prompt; None if each prompt has
-            only one response, or if the scorer extracts no answers.
-        num_errors: Number of responses on which a scorer failed or timed out.
-        sets: Results of `eval.sets`, by name.
-    """
-
-    reward: float | None
-    accuracy: float | None
+    reward: float | None  # mean reward over responses; None if only `sets` were evaluated
+    accuracy: float | None  # mean score, from 0 to 1, of the scorer that defines it
     scores: Mapping[str, float]
     num_prompts: int
-    num_scored: int
-    note: str = ""
+    num_scored: int  # number of responses with a score, less those that `reward.on_error` drops
+    note: str = ""  # reason why there is no accuracy
     samples_per_prompt: int = 1
-    accuracy_stderr: float | None = None
+    accuracy_stderr: float | None = None  # standard error of the accuracy over prompts
+    # By k, the probability that at least one of k responses is right (has score 1).
     pass_at: Mapping[int, Estimate] = dataclasses.field(default_factory=dict)
-    majority: Estimate | None = None
-    num_errors: int = 0
+    majority: Estimate | None = None  # mean score of each prompt's most frequent answer
+    num_errors: int = 0  # number of responses on which a scorer failed or timed out
+    # Results of `eval.sets`.
     sets: Mapping[str, Evaluation] = dataclasses.field(default_factory=dict)
 
     @property

@@ -59,21 +59,15 @@ def file_name(step: int, update: int) -> str:
 
 @dataclass(frozen=True)
 class SavedBatch:
-    """A mini-batch, from all ranks, whose optimizer step was skipped.
-
-    Args:
-        step, update: Number of the training step, from 1, and of its optimizer step, from 0.
-        config: Configuration of the run as YAML.
-        rng: Random states of each rank before the forward and backward passes.
-        terms: Mini-batches for the additional terms of the policy's loss, by name.
-    """
+    """A mini-batch, from all ranks, whose optimizer step was skipped."""
 
     batch: TrainBatch
-    step: int
+    step: int  # number of the training step, from 1, and of its optimizer step, from 0
     update: int
     reason: str
-    config: str
-    rng: Sequence[Mapping[str, torch.Tensor]]
+    config: str  # configuration of the run as YAML
+    rng: Sequence[Mapping[str, torch.Tensor]]  # of each rank, before the passes
+    # Mini-batches for the additional terms of the policy's loss.
     terms: Mapping[str, TrainBatch] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:

@@ -21,19 +21,7 @@ from hybridrl.rollout.registry import ENGINES, load_symbol
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Inputs for one rank's part of an engine, of which each adapter uses some.
-
-    Args:
-        max_tokens: Maximum number of tokens in a prompt and its response.
-        reserved_bytes: Device memory that the trainer will occupy during rollout in addition to
-            what it occupies when the engine starts.
-        timeout_s: Time limit of the engine's collectives.
-        shard: The trainer's parameters on this rank, whose addresses must not change; None if the
-            engine must use its own memory.
-        adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
-        directory: Directory with the model's tokenizer and processor files.
-        is_exact: Whether the engine computes the same bits as the trainer (`numerics.match`).
-    """
+    """Inputs for one rank's part of an engine, of which each adapter uses some."""
 
     rollout: RolloutConfig
     hf_config: Mapping[str, Any]
@@ -42,14 +30,14 @@ class EngineInputs:
     layout: RolloutLayout
     rank: int
     device: torch.device
-    max_tokens: int
-    reserved_bytes: int
-    timeout_s: float
-    shard: TrainingShard | None
+    max_tokens: int  # maximum number of tokens in a prompt and its response
+    reserved_bytes: int  # device bytes that the trainer will add during rollout
+    timeout_s: float  # time limit of the engine's collectives
+    shard: TrainingShard | None  # the trainer's parameters, if the engine may use them
     records_experts: bool = False
-    adapters: tuple[str, ...] = ()
-    directory: Path | None = None
-    is_exact: bool = False
+    adapters: tuple[str, ...] = ()  # of LoRA, held in addition to the policy's
+    directory: Path | None = None  # directory with the model's tokenizer and processor files
+    is_exact: bool = False  # whether to compute the trainer's bits (`numerics.match`)
 
     @property
     def dtype_name(self) -> str:

@@ -31,35 +31,19 @@ in order.
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters that determine how tokens are drawn and when a response ends.
+    """Parameters that determine how tokens are drawn and when a response ends."""
 
-    Args:
-        temperature: Divisor of the logits; 0 takes the most probable token.
-        top_p: Cumulative probability that the kept tokens, most probable first, must reach; 1 keeps
-            all.
-        top_k: Number of most probable tokens that are kept, before `top_p`; 0 keeps all.
-        max_new_tokens: Maximum length of the response, including the stop token.
-        stop_token_ids: Tokens that end a response; the stop token is kept as its last token.
-        stop_strings: Strings that end a response; the token that completes a string is the
-            response's last token.
-        min_new_tokens: Number of response tokens before which none of `stop_token_ids` can be
-            drawn.
-        repetition_penalty: For tokens that occur in prompt or response, positive logits are divided
-            by this number and negative logits are multiplied by it (Keskar et al. 2019, arXiv
-            1909.05858, section 4.1); 1 disables it.
-        presence_penalty: Amount subtracted from the logits of tokens that occur in the response; 0
-            disables it.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    min_new_tokens: int = 0
+    temperature: float = 1.0  # divisor of the logits; 0 takes the most probable token
+    top_p: float = 1.0  # probability that kept tokens, most probable first, must reach
+    top_k: int = 0  # number of most probable tokens that are kept, before `top_p`; 0 keeps all
+    max_new_tokens: int = 256  # maximum length of the response, including the stop token
+    stop_token_ids: tuple[int, ...] = ()  # end a response, as its last token
+    stop_strings: tuple[str, ...] = ()  # end a response with the token that completes one
+    min_new_tokens: int = 0  # tokens before which no `stop_token_ids` can be drawn
+    # For tokens that occur in prompt or response, divides positive logits and multiplies negative
+    # ones (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1 is off.
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    presence_penalty: float = 0.0  # subtracted from logits of tokens in the response
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> SamplingParams:
@@ -120,33 +104,19 @@ class _Versioned:
 
 @dataclass(frozen=True)
 class Request(_Versioned):
-    """A request to generate a response, or to continue one.
+    """A request to generate a response, or to continue one."""
 
-    Args:
-        request_id: Number that is unique among an engine's requests.
-        prompt: Token ids of the prompt; at least one.
-        seed: Seed for drawing this request's tokens; see `request_seed`.
-        tokens, logps: Tokens generated so far and their log-probabilities; empty for a new request.
-        version: Weight version that generated the first of `tokens`; None if there are no tokens.
-        blobs: Recorded arrays for prompt and response so far, by name; never modified.
-        versions: Weight versions of `tokens` if several generated them; empty if all tokens have
-            `version`.
-        contents: Images of the prompt, at their places among its tokens.
-        adapter: Name of the LoRA adapter with which the engine computes the response; None for the
-            model without adapters. Engines without adapters ignore it.
-    """
-
-    request_id: int
-    prompt: tuple[int, ...]
-    seed: int
+    request_id: int  # number that is unique among an engine's requests
+    prompt: tuple[int, ...]  # token ids of the prompt; at least one
+    seed: int  # seed for drawing this request's tokens; see `request_seed`
     sampling: SamplingParams
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # generated so far; empty for a new request
     logps: tuple[float, ...] = ()
-    version: int | None = None
-    blobs: Blobs = field(default_factory=dict, compare=False)
-    versions: Versions = ()
-    adapter: str | None = POLICY
-    contents: tuple[Content, ...] = ()
+    version: int | None = None  # of the weights that generated the first of `tokens`, if any
+    blobs: Blobs = field(default_factory=dict, compare=False)  # recorded so far; never modified
+    versions: Versions = ()  # of `tokens`; empty if all have `version`
+    adapter: str | None = POLICY  # of LoRA; None for none. Engines without adapters ignore it
+    contents: tuple[Content, ...] = ()  # images of the prompt, at their places among its tokens
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id}"
@@ -190,43 +160,29 @@ def unknown_adapter(request: Request, adapters: Sequence[str]) -> Iterator[Value
 
 @dataclass(frozen=True)
 class Completion(_Versioned):
-    """A finished response from an engine.
-
-    Args:
-        tokens: Response, including the stop token if there is one.
-        logps: Log-probability of each token under the distribution from which it was drawn (after
-            temperature, top-k and top-p); for temperature 0, under the model's distribution at
-            temperature 1. Both distributions include penalties and minimum lengths.
-        finish_reason: "stop" after a stop token or stop string, "length" at `max_new_tokens`.
-        version: Weight version that generated the first token; no token has an older version.
-        blobs: Recorded arrays for prompt and response by name, as contracts/blobs.py defines them.
-        versions: Weight versions of `tokens` if several generated them; empty if all tokens have
-            `version`.
-    """
+    """A finished response from an engine."""
 
     request_id: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # response, including the stop token if there is one
+    # Under the distribution from which tokens were drawn (after temperature, top-k and top-p), or
+    # for temperature 0 the model's at temperature 1, with penalties and minimum lengths.
     logps: tuple[float, ...]
-    finish_reason: FinishReason
-    version: int
+    finish_reason: FinishReason  # "stop" after a stop token or string, else "length"
+    version: int  # weight version that generated the first token; no token has an older version
+    # See contracts/blobs.py.
     blobs: Blobs = field(default_factory=dict, compare=False, kw_only=True)
-    versions: Versions = field(default=(), kw_only=True)
+    versions: Versions = field(default=(), kw_only=True)  # of `tokens`; empty if all have `version`
 
     def __post_init__(self) -> None:
         check_versions(f"response {self.request_id}", len(self.tokens), self.version, self.versions)
 
 
 class Holding(NamedTuple):
-    """Memory that an engine occupies on this rank's device.
-
-    Args:
-        stays: Whether the memory stays allocated while the policy trains.
-        is_shared: Whether the memory belongs to the trainer.
-    """
+    """Memory that an engine occupies on this rank's device."""
 
     num_bytes: int
-    stays: bool = False
-    is_shared: bool = False
+    stays: bool = False  # whether the memory stays allocated while the policy trains
+    is_shared: bool = False  # whether the memory belongs to the trainer
 
 
 class RolloutEngine(Protocol):

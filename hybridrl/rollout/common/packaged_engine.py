@@ -55,24 +55,17 @@ from hybridrl.rollout.registry import ENGINES, engine_package
 
 @dataclass(frozen=True, kw_only=True)
 class StartInputs:
-    """Inputs to start a package's engine on this rank.
-
-    Args:
-        version: Name and version of the package, for messages.
-        members: Global ranks of the replica, in tensor-parallel order.
-        weight_bytes: Bytes of this rank's parameters and of its adapter's slots.
-        slots: Slots of the adapter; None if the engine has none.
-    """
+    """Inputs to start a package's engine on this rank."""
 
     settings: EngineSettings
     shape: ModelShape
     layout: RolloutLayout
     rank: int
     device: torch.device
-    version: str
-    members: list[int]
-    weight_bytes: int
-    slots: EngineSlots | None = None
+    version: str  # name and version of the package, for messages
+    members: list[int]  # global ranks of the replica, in tensor-parallel order
+    weight_bytes: int  # bytes of this rank's parameters and of its adapter's slots
+    slots: EngineSlots | None = None  # slots of the adapter; None if the engine has none
 
     @property
     def is_cpu(self) -> bool:

@@ -42,22 +42,15 @@ def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.floa
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of each row in a batch, on the device of its logits.
-
-    Args:
-        top_k_B: Number of tokens to keep; the vocabulary size or more keeps all tokens.
-        top_p_B: Cumulative probability that the kept tokens must reach, float64; above 1 keeps all.
-        is_greedy_B: Rows that take the most probable token, with temperature 1 and no filter.
-        has_filter: Whether any row excludes tokens.
-    """
+    """Sampling parameters of each row in a batch, on the device of its logits."""
 
     temperature_B: Tensor
-    top_k_B: Tensor
-    top_p_B: Tensor
-    is_greedy_B: Tensor
+    top_k_B: Tensor  # number of tokens to keep; the vocabulary size or more keeps all tokens
+    top_p_B: Tensor  # probability that kept tokens must reach, float64; above 1 keeps all
+    is_greedy_B: Tensor  # rows that take the most probable token, with temperature 1 and no filter
     are_all_greedy: bool
     is_any_greedy: bool
-    has_filter: bool
+    has_filter: bool  # whether any row excludes tokens
 
     @staticmethod
     def of(sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:

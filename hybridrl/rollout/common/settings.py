@@ -23,52 +23,28 @@ GPU_SLACK = 0.03
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings with which an engine starts.
+    """Settings with which an engine starts."""
 
-    Args:
-        hf_config: Content of config.json.
-        architectures: Architectures to use if config.json names none.
-        max_batch: Maximum number of requests that are decoded together.
-        max_tokens: Maximum total length of a prompt and its response.
-        kv_cache_bytes: Size of the KV cache on this rank. If None, the cache is large enough for
-            `max_batch` requests of maximum length, but at most 1 GiB on CPU, and at most the free
-            memory on GPUs.
-        reserved_bytes: Memory that the trainer will occupy during rollout in addition to what it
-            occupies at the start.
-        timeout_s: Time limit of the engine's collectives; None for the engine's default.
-        eager: Whether to disable torch.compile and CUDA graphs (always disabled on CPU).
-        ep: Number of groups into which a layer's experts are divided; 1 if every rank has a part of
-            each expert.
-        gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache; None for no
-            maximum.
-        adapters: Names of LoRA adapters that the engine holds in addition to the policy's.
-        directory: Directory with the model's processor files; needed if prompts have images.
-        quantization: Quantization of projections and experts, as in `rollout.quantization`.
-        unquantized: HF names of linear layers that quantization leaves out.
-        kv_cache_dtype: Type of the KV cache, as in `rollout.kv_cache_dtype`.
-        is_exact: Whether the engine computes the same bits as the trainer (`numerics.match`).
-        rotary: The trainer's rotary positions, for exact mode on GPUs.
-    """
-
-    hf_config: Mapping[str, Any]
-    architectures: Sequence[str]
+    hf_config: Mapping[str, Any]  # content of config.json
+    architectures: Sequence[str]  # architectures to use if config.json names none
     dtype: str
-    max_batch: int
-    max_tokens: int
+    max_batch: int  # maximum number of requests that are decoded together
+    max_tokens: int  # maximum total length of a prompt and its response
+    # None: for `max_batch` requests of maximum length, as far as memory goes (1 GiB on CPU).
     kv_cache_bytes: int | None = None
-    reserved_bytes: int = 0
-    timeout_s: float | None = None
-    eager: bool = False
-    ep: int = 1
+    reserved_bytes: int = 0  # memory that the trainer will add during rollout
+    timeout_s: float | None = None  # of the engine's collectives; None for its default
+    eager: bool = False  # whether to disable torch.compile and CUDA graphs (always disabled on CPU)
+    ep: int = 1  # groups that share a layer's experts; 1 if every rank has a part of each
     records_experts: bool = False
-    gpu_memory_share: float | None = None
-    adapters: tuple[str, ...] = ()
-    directory: Path | None = None
-    quantization: Literal["none", "fp8"] = "none"
-    unquantized: tuple[str, ...] = ()
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    is_exact: bool = False
-    rotary: Rotary | None = None
+    gpu_memory_share: float | None = None  # the most for weights and KV cache; None for all
+    adapters: tuple[str, ...] = ()  # of LoRA, held in addition to the policy's
+    directory: Path | None = None  # of the model's processor files, for prompts with images
+    quantization: Literal["none", "fp8"] = "none"  # as `rollout.quantization`
+    unquantized: tuple[str, ...] = ()  # HF names of linear layers that quantization leaves out
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # as `rollout.kv_cache_dtype`
+    is_exact: bool = False  # whether to compute the trainer's bits (`numerics.match`)
+    rotary: Rotary | None = None  # the trainer's rotary positions, for exact mode on GPUs
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
