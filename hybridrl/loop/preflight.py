@@ -29,9 +29,8 @@ from hybridrl.config.generation import declared_end_tokens, on_policy_rules, wit
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
-from hybridrl.config.roles import reward_models, trains_policy
+from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
-from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
@@ -47,15 +46,10 @@ from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, DataError, UserError
 from hybridrl.loop.versions import megatron_fault
 from hybridrl.models.adapters.base_reference import base_directory
-from hybridrl.models.adapters.rows import adapted
-from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.families.by_length import at_length
-from hybridrl.models.family import bias_rule, read_model
+from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
-from hybridrl.models.mixers import mixer_rules
-from hybridrl.models.mtp import mtp_rules
-from hybridrl.models.trainable import freeze_rules, frozen_names
 from hybridrl.models.vision.images import Preprocessing
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
@@ -64,9 +58,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
 from hybridrl.rollout.model_rules import (
     cpu_rules,
-    hybrid_rules,
-    merged_transport_rules,
-    quantized_model_rules,
+    policy_rules,
 )
 from hybridrl.rollout.registry import ENGINES, engine_package
 
@@ -105,21 +97,10 @@ def model_violations(
             ):
                 # No configuration rule checks the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
-            found += bias_rule(config.train.moe.bias_update_rate, family, shape)
-            found += mixer_rules(shape.mixer, config.train.tp, config.train.cp, config.rollout.tp)
-            has_policy, has_adapters = trains_policy(config), lora_of(config.lora) is not None
-            found += mtp_rules(config.train, has_policy, has_adapters, family, shape, content)
-            found += hybrid_rules(rollout.engine, replays(config), shape)
+            found += policy_rules(config, family, shape, content)
             folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
             if shape.vision is not None and folder.is_dir():
                 Preprocessing.read(folder, shape.vision)
-            head: Head = "lm" if has_policy else "value"
-            found += freeze_rules(frozen_names(config.train.freeze, shape), family, shape, head)
-            found += lora_rules(config.lora, family, shape)
-            found += quantized_model_rules(rollout, config.train, family, shape)
-            if not found:
-                with_adapters = adapted(family, lora_of(config.lora))
-                found += merged_transport_rules(config.rollout, with_adapters, shape)
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []

@@ -16,9 +16,7 @@ from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
-from hybridrl.config.roles import trains_policy
 from hybridrl.config.rules import check, without_training
-from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_optimizer import gradient_rules
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -26,20 +24,14 @@ from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
-from hybridrl.models.adapters.rows import adapted
-from hybridrl.models.adapters.settings import lora_of, lora_rules
-from hybridrl.models.family import bias_rule, read_model
-from hybridrl.models.mixers import mixer_rules
-from hybridrl.models.mtp import mtp_rules
-from hybridrl.models.trainable import freeze_rules, frozen_names
-from hybridrl.models.weights import Head
+from hybridrl.models.family import read_model
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.host_gpus import Host, LocalGpu
 from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
-from hybridrl.rollout.model_rules import hybrid_rules, merged_transport_rules, quantized_model_rules
+from hybridrl.rollout.model_rules import policy_rules
 
 PLANNER = "hybridrl.services.planner.choose"
 """Module with the LayoutChooser `chosen_layout`; imported by name, and only for `layout: auto`."""
@@ -92,21 +84,9 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
     if trains:
         found = found or list(gradient_rules(config, can_lower=True))
         found += [*on_policy_rules(config), *teacher_rules(config, model_config or {})]
-    train = config.train
     if model_config is not None and not found:
         family, shape = read_model(config.model.family, model_config)
-        found += bias_rule(train.moe.bias_update_rate, family, shape)
-        found += mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
-        has_policy, has_adapters = trains_policy(config), lora_of(config.lora) is not None
-        found += mtp_rules(train, has_policy, has_adapters, family, shape, model_config)
-        found += hybrid_rules(config.rollout.engine, replays(config), shape)
-        head: Head = "lm" if has_policy else "value"
-        found += freeze_rules(frozen_names(train.freeze, shape), family, shape, head)
-        found += lora_rules(config.lora, family, shape)
-        found += quantized_model_rules(config.rollout, train, family, shape)
-        if not found:
-            with_adapters = adapted(family, lora_of(config.lora))
-            found += merged_transport_rules(config.rollout, with_adapters, shape)
+        found += policy_rules(config, family, shape, model_config)
     if not trains:
         found = without_training(found)
     if found:

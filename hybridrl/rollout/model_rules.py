@@ -6,16 +6,23 @@ which the others are merged, so requests for other adapters need an engine that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from hybridrl.config.roles import trains_policy
+from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_quantization import CACHE, WEIGHTS
-from hybridrl.config.schema import RolloutConfig, TrainConfig
+from hybridrl.config.schema import Config, RolloutConfig, TrainConfig
 from hybridrl.errors import ModelError, UserError
-from hybridrl.models.adapters.rows import base_of, without_expert_adapters
+from hybridrl.models.adapters.rows import adapted, base_of, without_expert_adapters
+from hybridrl.models.adapters.settings import lora_of, lora_rules
 from hybridrl.models.adapters.slots import slot_rules
-from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.mixers import DeltaShape, MixerShape
+from hybridrl.models.family import Family, ModelShape, bias_rule
+from hybridrl.models.mixers import DeltaShape, MixerShape, mixer_rules
+from hybridrl.models.mtp import mtp_rules
 from hybridrl.models.quantized import BLOCK, engine_cut, split_blocks, trainer_cut
+from hybridrl.models.trainable import freeze_rules, frozen_names
+from hybridrl.models.weights import Head
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
@@ -147,3 +154,22 @@ def _unsupported_part(shape: ModelShape) -> str | None:
     if shape.activation == "clamped_swiglu" or shape.attention_sinks:
         return "clamped experts or attention sinks"
     return None
+
+
+def policy_rules(
+    config: Config, family: Family, shape: ModelShape, hf_config: Mapping[str, Any]
+) -> list[UserError]:
+    """Returns the violations of a configuration whose policy has this family and config.json."""
+    train, rollout, lora = config.train, config.rollout, lora_of(config.lora)
+    has_policy = trains_policy(config)
+    head: Head = "lm" if has_policy else "value"
+    found = [
+        *bias_rule(train.moe.bias_update_rate, family, shape),
+        *mixer_rules(shape.mixer, train.tp, train.cp, rollout.tp),
+        *mtp_rules(train, has_policy, lora is not None, family, shape, hf_config),
+        *hybrid_rules(rollout.engine, replays(config), shape),
+        *freeze_rules(frozen_names(train.freeze, shape), family, shape, head),
+        *lora_rules(config.lora, family, shape),
+        *quantized_model_rules(rollout, train, family, shape),
+    ]
+    return found or [*merged_transport_rules(rollout, adapted(family, lora), shape)]
