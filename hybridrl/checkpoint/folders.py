@@ -186,9 +186,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
-    """Opens and checks a checkpoint, or the newest checkpoint of a run folder. Raises
-    CheckpointError, which names the newest undamaged checkpoint.
-    """
+    """Opens and checks a checkpoint, or a run's newest; errors name an undamaged one."""
     folder = find_checkpoint(path)
     try:
         checkpoint = Checkpoint.open(folder)
@@ -213,9 +211,7 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest checkpoint, except one, in which all files pass verification, or None.
-    `notify` receives a line before each is read, which can be slow.
-    """
+    """Returns the newest other checkpoint that passes verification; tells `notify` of each."""
     for folder in newest_first(root):
         if folder.name == other_than.name:
             continue

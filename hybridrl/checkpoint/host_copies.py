@@ -81,9 +81,7 @@ class HostCopies:
             self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *page_locks())
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts to copy a tensor, uniquely named, to the host; `finish` before reading the copy.
-        The storage of the copy is exactly as large as the tensor.
-        """
+        """Starts to copy a tensor to a storage of its size; `finish` before reading the copy."""
         if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
         copy = self._kept_as(name, tensor.shape, tensor.dtype, tensor.is_cuda)
@@ -91,9 +89,7 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns a function from an optimizer's number to an Allocator for its saved states.
-        `take` does not copy what is in this memory.
-        """
+        """Returns Allocators of saved states by optimizer, whose memory `take` does not copy."""
 
         def allocate(
             number: int,

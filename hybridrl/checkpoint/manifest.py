@@ -99,9 +99,7 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Reads and verifies the manifest of a checkpoint, and returns it with its digest. Raises
-    CheckpointError if it is missing, damaged or malformed.
-    """
+    """Reads and verifies a manifest; returns it with its digest. Raises CheckpointError."""
     file = folder / MANIFEST
     content = _read(file)
     digest = digest_of(content)

@@ -149,9 +149,7 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares the next copy's folder, that of the older copy, or of the newest if it lost
-        files; returns whether all hosts succeeded. Collective.
-        """
+        """Prepares a folder for the next copy; returns whether all hosts succeeded. Collective."""
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
         newest = self._kept[:1]
@@ -206,9 +204,7 @@ class MemoryCopies:
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Whether the copy succeeded on all ranks; if not, reports why, and turns copies off if the
-        next one would fail too. Collective.
-        """
+        """Whether all ranks succeeded; if not, says why, and may turn copies off. Collective."""
         own = None
         if failure is not None:
             # Rank closed connections and failures reported by other ranks last, because they are

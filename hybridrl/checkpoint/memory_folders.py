@@ -47,9 +47,7 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the identifier of a run folder, which is created if there is none. Raises OSError if
-    its file cannot be read: with a new one, copies would be lost.
-    """
+    """Returns a run folder's identifier, made if missing; OSError if it is unreadable."""
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
         found = file.read_text(encoding="ascii").strip()

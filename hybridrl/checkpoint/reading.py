@@ -13,9 +13,7 @@ LEAST_THREADS, MOST_THREADS = 4, 16
 
 
 def reading_threads(num_ranks: int = 1) -> int:
-    """Returns the threads with which one of a host's `num_ranks` reads: its share of the cores, at
-    least LEAST_THREADS and at most MOST_THREADS.
-    """
+    """Returns the threads with which a rank reads: its share of the cores, within bounds."""
     return min(max(cores_of_rank(num_ranks), LEAST_THREADS), MOST_THREADS)
 
 

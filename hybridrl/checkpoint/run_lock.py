@@ -116,9 +116,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Rank 0 locks the folder for a block unless the job holds the lock. Collective. Raises
-        UserError if another run is using the folder.
-        """
+        """Rank 0 locks the folder for a block, unless the job has; or UserError. Collective."""
         with world.all_agree("taking the run folder"):
             is_taken = world.rank == 0 and self.acquire(notify)
         try:

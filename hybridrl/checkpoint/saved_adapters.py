@@ -81,9 +81,7 @@ def check_passed_over(saved: SavedBase | None, current: BaseReference | None, fo
 def check_adapters(
     saved: SavedAdapters | None, lora: Lora | None, base: BaseReference | None, folder: Path
 ) -> None:
-    """Raises CheckpointError unless a checkpoint's adapters, if any, are those of a run on a base
-    model: settings and base must be equal.
-    """
+    """Raises CheckpointError unless run and checkpoint have equal adapters and base, if any."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

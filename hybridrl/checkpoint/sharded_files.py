@@ -153,9 +153,7 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """This rank's files for a state: planned, then written, then added to the index. `planned` are
-    arguments of the torch function that completes a save.
-    """
+    """This rank's files for a state: planned, then written, then added to the index."""
 
     def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
         self._writer, self._planned = writer, planned
@@ -180,26 +178,20 @@ class BegunFiles:
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
-        """Writes the index on rank 0; returns this rank's manifest entries. Collective. Raises
-        CheckpointException if a rank could not write a file.
-        """
+        """Writes the index; returns manifest entries. Collective; may raise CheckpointException."""
         save_state_dict_async_finalize(*self._planned)
         return self._writer.entries
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns the state; on a rank 0 without a part, the plain values of rank `first`, because
-    Megatron's reader expects that rank 0 writes them. Collective.
-    """
+    """Returns the state; rank 0 without a part writes the plain values of `first`. Collective."""
     own = extract_sharded_base(state)[1] if world.rank == first else None
     plain = world.broadcast_object(own, first)
     return plain if world.rank == 0 else state
 
 
 class ShardedReader:
-    """Reads and verifies sharded tensors of a part (`policy` or `critic`). Raises CheckpointError
-    if the index is damaged.
-    """
+    """Reads and verifies a part's tensors. Raises CheckpointError if the index is damaged."""
 
     def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
         index = load_index(folder, part, manifest)
@@ -207,9 +199,7 @@ class ShardedReader:
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
-        """Loads a state's tensors like Megatron's TorchDistLoadShardedStrategy (0.16.1, 0.19).
-        Raises CheckpointError on all ranks if a file is damaged.
-        """
+        """Loads tensors like Megatron's own reader (0.16.1, 0.19). Raises CheckpointError."""
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
         for tensor in tensors:
             if tensor.allow_shape_mismatch and self._reader.has_shape_of(tensor):
@@ -448,9 +438,7 @@ def _read_tensor(
 
 
 def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
-    """Reads and verifies the index of a sharded part, without calling arbitrary functions. Raises
-    CheckpointError if it is missing, damaged or malformed.
-    """
+    """Reads and verifies an index, calling no arbitrary functions; CheckpointError if it is bad."""
     content = read_listed(folder, f"{part}/{INDEX}", manifest)
     file = folder / part / INDEX
     try:

@@ -104,17 +104,13 @@ class CheckpointStore:
         self._pending: _Pending | None = None  # the checkpoint that is being written
 
     def put_back_replaced(self) -> None:
-        """Restores the name of a checkpoint that an earlier start was replacing when it ended. Only
-        the holder of the lock on the run folder may call this.
-        """
+        """Restores the name of a checkpoint being replaced. Only the lock's holder may."""
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
                 put_back_replaced(self.root)
 
     def newest(self, before_step: int | None = None) -> Path | None:
-        """Returns the newest checkpoint that rank 0 sees, below a step if given, or None. Changes
-        no files, so another run may save at the same time.
-        """
+        """Returns the newest checkpoint, below a step if given, without changing files."""
 
         def choose() -> Path | None:
             steps = {folder: step for step, folder in step_folders(self.root).items()}
@@ -284,9 +280,7 @@ class CheckpointStore:
         return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
-        """Removes the checkpoints in the run's lineage except the newest `keep`. Others stay: the
-        user went back to an earlier checkpoint, but may still need them.
-        """
+        """Removes the lineage except the newest `keep`; a user may still need others."""
         for old in lineage[self.keep :]:
             folder = self.root / f"step_{old.step}"
             try:

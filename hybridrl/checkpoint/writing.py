@@ -146,9 +146,7 @@ class BegunCheckpoint:
             begun.write()
 
     def complete(self) -> Path:
-        """Writes the index and the manifest, and renames the folder, which is returned. Raises
-        CheckpointError if a file could not be written.
-        """
+        """Writes index and manifest, and renames the folder; CheckpointError if it cannot."""
         world, folder, partial, content = self._world, self.folder, self._partial, self._content
         with self._removed_at_errors():
             with self._writing() as agreement:
@@ -259,9 +257,7 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Converts file system errors while writing `folder` to CheckpointErrors with a remedy. See
-    `World.all_agree` for the other arguments.
-    """
+    """Converts file system errors in `folder` to CheckpointErrors (see `World.all_agree`)."""
     with world.all_agree(what, is_unbounded) as agreement:
         try:
             yield agreement

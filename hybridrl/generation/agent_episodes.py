@@ -168,9 +168,7 @@ class AgentEpisodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins an episode, unless the sample's is running. `saved` is not used, because another
-        process cannot continue an episode.
-        """
+        """Begins an episode, unless the sample's is running; none can continue from `saved`."""
         if any(
             one.sample_id == sample_id and one.is_evaluation == self._is_evaluation
             for one in self._open.values()
@@ -268,9 +266,7 @@ class AgentEpisodes:
         self._sleep()
 
     def forget(self) -> None:
-        """Ends all episodes and drops their responses. The next `advance` raises errors of the
-        host, because this is also called after an error of the run.
-        """
+        """Ends all episodes, also after an error; the next `advance` raises the host's errors."""
         for key in list(self._open):
             self._end(key)
         self._paused, self._owners = {}, {}
@@ -310,9 +306,7 @@ class AgentEpisodes:
 
     @contextmanager
     def _noted_error(self) -> Iterator[None]:
-        """Keeps an error for the next `advance` or `leave_engine`, where the other ranks of the
-        replica wait for the first.
-        """
+        """Keeps an error for `advance` or `leave_engine`, where other ranks wait."""
         try:
             yield
         except Exception as error:  # raised by `advance` and `leave_engine`
@@ -398,9 +392,7 @@ class AgentEpisodes:
         return Request(turn.request_id, turn.tokens, seed, sampling)
 
     def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
-        """Returns the request for one token after the prompt, because a response needs at least
-        one. The response counts as a failure.
-        """
+        """Returns the request for the one token that a response needs at least."""
         number = next(self._last_numbers)
         self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
         seed = request_seed(self._seed, episode.step, episode.sample_id)

@@ -21,9 +21,7 @@ POLL_S = 0.05  # interval at which the main thread checks the job
 
 
 class BackgroundThread:
-    """Runs one function at a time. `span` is the last joined work's start and end, in seconds of
-    `time.perf_counter`.
-    """
+    """Runs one function at a time. `span` is that of the last joined work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,9 +43,7 @@ class BackgroundThread:
         self._thread.start()
 
     def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Waits until the work is done, with `poll` every POLL_S; False after `timeout_s`. Raises
-        what the work, or `poll`, raised.
-        """
+        """Waits for the work, polling, and raises its error; False after `timeout_s`."""
         if (thread := self._thread) is None:
             return True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

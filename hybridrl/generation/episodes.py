@@ -133,9 +133,7 @@ class OpenResponse:
 
 
 class Episodes:
-    """Manages the unfinished responses on one replica, not in real time (`answer_due`). Raises
-    UserError if the environment does not exist.
-    """
+    """Manages the unfinished responses on one replica, independently of time (`answer_due`)."""
 
     in_real_time = False
 

@@ -76,9 +76,7 @@ class Pool:
 
 
 class InFlight:
-    """Keeps track of the groups in flight. `lengths` are shared with the sampler. With
-    `has_agents`, responses cannot move to another replica.
-    """
+    """Keeps track of the groups in flight. With `has_agents`, responses stay on their replica."""
 
     def __init__(
         self,
@@ -240,9 +238,7 @@ class InFlight:
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Stores this replica's samples, removed from the engine. On its first rank, returns its
-        groups' states, which all ranks pass to `note_states`.
-        """
+        """Stores the samples; the first rank returns groups' states for `note_states`."""
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
             return None

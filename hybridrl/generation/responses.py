@@ -76,9 +76,7 @@ class AgentResponse(Response):
 
 @dataclass(frozen=True)
 class OpenAgent:
-    """An agent that is still running, on the replica that started it: its sample, and the runs of
-    tokens in finished turns, as pairs (version, number of tokens).
-    """
+    """An agent that is running, with (version, number of tokens) of its finished turns."""
 
     request_id: int
     runs: Versions

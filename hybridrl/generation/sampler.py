@@ -676,9 +676,7 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a checkpoint saved now would contain responses of a step in progress. With a lag,
-        it has the samples from the beginning of the step instead.
-        """
+        """Whether a checkpoint would contain responses of a step in progress."""
         return self._step >= 0 and not self.schedule.carries_over
 
     def end_step(self) -> None:

@@ -12,9 +12,7 @@ from hybridrl.parallel.layout import RolloutLayout
 
 
 class Clock(NamedTuple):
-    """Seconds since the last report in which a rank's engine worked, and the rank waited. `all_s`
-    is 0 in the first report.
-    """
+    """Seconds since the last report, in all (0 in the first), at work and waiting."""
 
     busy_s: float
     waited_s: float = 0.0

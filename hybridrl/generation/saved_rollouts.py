@@ -83,9 +83,7 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_otherwise(state: Mapping[str, Any], exact_with: str | None) -> bool:
-    """Whether saved log-probabilities may differ from those of exact mode, computed by
-    `exact_with`; None if any samples will do.
-    """
+    """Whether saved samples may not have the log-probabilities that `exact_with` computes."""
     has_samples = any(state.get(name) for name in SAMPLES)
     return exact_with is not None and has_samples and state.get("exact_with") != exact_with
 

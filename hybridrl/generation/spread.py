@@ -38,9 +38,7 @@ class ResponseLengths:
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of a response to each prompt; without earlier responses, the
-        mean over other prompts, or else `unknown`.
-        """
+        """Returns the expected tokens of a response to each prompt, the mean for new ones."""
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
         return [self._means.get(_key(prompt), unknown) for prompt in prompts]

@@ -59,9 +59,7 @@ def make_agent_episodes(
 
 
 def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
-    """Raises UserError if programs outside of the run, which fetch tasks, could not reach the
-    replicas on all hosts, because the endpoints listen on loopback.
-    """
+    """Raises UserError if several hosts' endpoints for outside programs are on loopback."""
     if not agent.server or num_hosts == 1:
         return
     name = agent.host.strip("[]")

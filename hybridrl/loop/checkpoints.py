@@ -206,9 +206,7 @@ def run_state(
     trained: Mapping[str, ParallelModel],
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Returns the loop's state as JSON that `SavedState` reads. `cursors` are the states of the
-    prompts, of loss terms and of unfinished rollouts.
-    """
+    """Returns the loop's state as JSON; `cursors` are those of prompts, terms and rollouts."""
     scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {
         "step": step,

@@ -152,9 +152,7 @@ def _from_checkpoint(
 
 
 def _load_base(model: ParallelModel, base: BaseReference, moved: Path | None) -> None:
-    """Loads the weights that adapters adapt, from another directory if moved. Raises
-    CheckpointError if they are not found, or differ from those of the reference.
-    """
+    """Loads the weights that adapters adapt; CheckpointError if missing or different."""
     if base.path is not None:
         section = ModelConfig(path=str(base_directory(base, moved)))
         load_weights(model, section, {VALUE_HEAD} if model.head == "value" else ())

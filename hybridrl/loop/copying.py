@@ -52,9 +52,7 @@ class Copies:
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint, or newer in-memory copy, to resume from, or None; collective. The
-        caller must hold the run folder's lock.
-        """
+        """Returns the newest checkpoint or copy for the lock's holder, or None; collective."""
         self._store.put_back_replaced()
         if resume == "previous":
             return self._store.previous()

@@ -57,9 +57,7 @@ class EnginePhases:
         return self._hybrid_engine.phases.phase is Phase.ROLLOUT
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Sends the policy's weights to the engine; returns metrics. `verifies` compares each
-        parameter with its source.
-        """
+        """Sends weights to the engine, compares them if `verifies`, and returns metrics."""
         # Other ranks may still be reading or writing files.
         self._sampler.world.arrive("the work before the reshard")
         with self._journal.phase("reshard"):

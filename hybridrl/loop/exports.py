@@ -150,9 +150,7 @@ def peft_notice(family: Family, shape: ModelShape) -> str | None:
 
 
 def declare_turn_end(directory: Path) -> None:
-    """Adds the template's end-of-turn token to generation_config.json, if it lacks it. Other
-    engines then stop where the run's responses stopped.
-    """
+    """Adds the template's end-of-turn token to generation_config.json, for other engines."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception:  # no usable tokenizer files; the run's tokenizer may exist only in memory
@@ -200,9 +198,7 @@ class Exports:
         models: Mapping[str, ParallelModel],
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Exports a new checkpoint, and removes exports of removed ones, if the config says so.
-        Raises UserError if a file cannot be written.
-        """
+        """Exports a new checkpoint, if configured, and removes exports of removed ones."""
         if not self._config.checkpoint.export_hf:
             return
         is_peft = self._config.checkpoint.export_hf == PEFT_FORMAT
@@ -251,9 +247,7 @@ def model_card(
     evaluations: Mapping[str, Mapping[str, float]],
     is_peft: bool = False,
 ) -> str:
-    """Returns the README.md of an exported model, or of its adapters alone. It contains no secrets,
-    because references to environment variables are not expanded.
-    """
+    """Returns the README.md of an exported model or of its adapters, without secrets."""
     is_scorer = model.head == "value"
     front = {
         "library_name": "peft" if is_peft else "transformers",

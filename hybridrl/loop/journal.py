@@ -200,9 +200,7 @@ class Journal(Observer):
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds lengths, times, memory and FLOPs to a step's metrics; collective, all equal. `flops`
-        has model FLOPs by phase, summed over all ranks.
-        """
+        """Adds lengths, times, memory and `flops` (of all ranks, by phase); collective."""
         lengths = batch.by_sample().response_lengths_B.float()
         # Gathering waits for ranks that are still writing files.
         ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
@@ -322,9 +320,7 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns first and last results as `NAME_before` and `NAME_after`, with standard errors,
-    without those that one of the two lacks.
-    """
+    """Returns the first and last results that both have, as `NAME_before` and `NAME_after`."""
     found: dict[str, float] = {}
     for is_validation in (False, True):
         steps = [

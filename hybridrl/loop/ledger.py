@@ -37,9 +37,7 @@ class Entry:
 
 
 class MemoryLedger:
-    """Tracks the parts that have been built on this rank's device so far; None before that. The
-    hybrid engine knows whether a switch of phases frees memory.
-    """
+    """Tracks the parts that have been built on this rank's device so far; None before that."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform

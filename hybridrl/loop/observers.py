@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step, numbered from 1: all samples, those that it trained on, and metrics, to
-    which observers add more.
-    """
+    """A finished step: all samples, those that it trained on, and metrics, to extend."""
 
     number: int
     scored: ScoredBatch
@@ -61,9 +59,7 @@ class Observer:
 
 
 def last_step(num_steps: int | None, until: int | None, done: int, default: int) -> int:
-    """Returns the last step to train, for the arguments of `Trainer.fit` or the default; UserError
-    if both are given, or one is negative.
-    """
+    """Returns the last step for the arguments of `Trainer.fit`; UserError if they conflict."""
     for name, value in (("num_steps", num_steps), ("until", until)):
         if value is not None and value < 0:
             raise UserError(f"fit({name}=...)", value, "at least 0", f"Change {name}.")

@@ -16,9 +16,7 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds, and records how much of its data has been consumed. If
-    `has_begun`, with a checkpoint or a step, `fit` loads no checkpoint.
-    """
+    """Counts steps and seconds, and records the data consumed. `has_begun` prevents loading."""
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
         self._prompts, self._mix = prompts, mix

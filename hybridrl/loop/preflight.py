@@ -109,9 +109,7 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Raises ConfigError unless the configuration has what `train --replay` needs, which is neither
-    data rows nor a teacher.
-    """
+    """Raises ConfigError unless `train --replay` can run, without data rows or a teacher."""
     _raise_all(_common(config, world_size, has_teacher=False))
     _check_run(config)
 
@@ -210,9 +208,7 @@ def validate_conversion(
     family: str | None = None,
     base: Path | None = None,
 ) -> None:
-    """Checks everything that `convert` needs. The arguments match its command line. Raises
-    UserError that names the faulty folder, file or tensor.
-    """
+    """Checks what `convert` needs. Raises UserError that names the faulty folder or tensor."""
     if not os.path.isdir(source):
         found = "a file" if os.path.exists(source) else "no such folder"
         raise UserError(
@@ -275,9 +271,7 @@ def _no_base(base: Path, what: str) -> UserError:
 def check_weights(
     directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
 ) -> None:
-    """Checks the headers of the weight files in an HF directory. Raises UserError for the first
-    file or tensor that is missing, damaged or of another model.
-    """
+    """Raises UserError for the first weight file or tensor that is missing, damaged or foreign."""
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
 

@@ -170,9 +170,7 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Raises ModelError for the first prompt with a token outside the model's vocabulary, which a
-    user's tokenizer may have.
-    """
+    """Raises ModelError for the first prompt with tokens that the model lacks."""
     if largest_token(prompts) < num_tokens:
         return
     for prompt in prompts:

@@ -117,9 +117,7 @@ def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) 
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
-    """Returns the layout in which the policy is trained. `train.order=auto` requires that
-    LOCAL_WORLD_SIZE is set, and every role uses all ranks.
-    """
+    """Returns the policy's layout. `train.order=auto` needs LOCAL_WORLD_SIZE and all ranks."""
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)
     if not placement.is_shared:

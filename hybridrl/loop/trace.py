@@ -117,9 +117,7 @@ class StepTraces:
     def _moved(
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
-        """Yields a part's events on rank 0's clock. `pids` maps the profiler's process numbers to
-        this rank's; missing ones are added and named.
-        """
+        """Yields a part's events on rank 0's clock, with this rank's process numbers, `pids`."""
         rank = self._world.rank
         known = len(pids)
         for event in events:

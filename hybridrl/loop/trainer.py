@@ -360,9 +360,7 @@ class Trainer:
         return self.checkpoints.save(waits)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restores weights, optimizers, prompt cursors, random states and unfinished rollouts of a
-        folder `checkpoints/step_N`, or of a run folder's newest checkpoint.
-        """
+        """Restores all state from a folder `checkpoints/step_N`, or a run's newest one."""
         self.checkpoints.load(Path(path))
 
     def close(self) -> None:

@@ -302,9 +302,7 @@ class RunningRequest:
         return self._num_recorded.get(name, 0)
 
     def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
-        """Appends rows to a blob, for positions from `start` on, which must not exceed
-        `num_recorded`. Rows for positions that already have a row are ignored.
-        """
+        """Appends a blob's rows from position `start`, without those that it has."""
         num = self.num_recorded(name)
         if start > num:
             raise ValueError(
@@ -317,10 +315,7 @@ class RunningRequest:
 
     @property
     def blobs(self) -> dict[str, Array]:
-        """For each blob, the recorded rows up to the position before the last token.
-
-        An engine may have recorded more rows, for tokens that it has not reported yet.
-        """
+        """The rows before the last token; engines may record later ones early."""
         drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
         found = {}
         for name, parts in self._recorded.items():
@@ -366,9 +361,7 @@ class RunningRequest:
     def extend(
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
-        """Appends tokens from weights `version`. Returns the completion if the last of them ends
-        the response; raises RuntimeError if an earlier one ends it.
-        """
+        """Appends tokens, of which only the last may end the response, and returns that."""
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
         earlier = tokens[:-1]
         if length > sampling.max_new_tokens or not set(sampling.stop_token_ids).isdisjoint(earlier):

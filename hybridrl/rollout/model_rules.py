@@ -46,9 +46,7 @@ def merging_notice(engine: str, family: Family, shape: ModelShape) -> str | None
 def merged_transport_rules(
     rollout: RolloutConfig, family: Family, shape: ModelShape
 ) -> Iterator[UserError]:
-    """Yields an error if ranks should read merged weights in each other's memory, where only the
-    adapters and the weights without them are.
-    """
+    """Yields an error if ranks should read merged weights, which none stores, in place."""
     if rollout.transport != "peer":
         return
     for reason in _violations(rollout.engine, family, shape):

@@ -88,9 +88,7 @@ class ScriptedEngine(QueuedEngine):
 
 
 def uniform_script(vocab_size: int) -> Script:
-    """Returns a script that draws all tokens with equal probability, from the request's seed.
-    Top-k, top-p and temperature have no effect.
-    """
+    """Returns a script that draws all tokens with equal probability, by the request's seed."""
 
     def answer(request: Request) -> Response:
         length = request.sampling.max_new_tokens

@@ -73,9 +73,7 @@ class TokenAgreement:
     def over(
         cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
     ) -> TokenAgreement:
-        """Returns the agreement of a gloo group's ranks; collective. `timeout_s` limits waits for a
-        peer.
-        """
+        """Returns the agreement of a gloo group's ranks, with a time limit; collective."""
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return cls(ranks, None, steps_ahead)

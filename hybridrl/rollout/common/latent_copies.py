@@ -38,9 +38,7 @@ class LatentCopies:
     def check(
         self, model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
     ) -> None:
-        """Raises ModelError unless every layer has its copies and its norms of latents, because
-        `absorb` and `set_epsilon` silently skip tensors with other names.
-        """
+        """Raises ModelError unless every layer has the tensors that other methods would skip."""
         copies, norms = len(list(self._copies(model))), len(list(_norms(model)))
         per_layer = 1 + (latent.query_rank > 0)
         for found, expected, what in (
@@ -88,9 +86,7 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Sets the epsilon of latent norms, where vLLM and SGLang use that of other norms (Moonlight's
-    differs). Must run before graphs are captured.
-    """
+    """Sets the epsilon of latents' norms, in place of other norms', before graphs exist."""
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS
 

@@ -74,9 +74,7 @@ class StartInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StartedPackage:
-    """A package's engine after its start, with its module and the gloo group of the replica's
-    ranks.
-    """
+    """A started package, with its module and the gloo group of the replica's ranks."""
 
     model: torch.nn.Module
     tp_group: dist.ProcessGroup
@@ -291,9 +289,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return quantized_shapes(base_of(self._family), self._shape)
 
     def _prepare(self, model: torch.nn.Module) -> None:
-        """Checks a new module's parameters, and shares memory with the trainer, before the package
-        adds adapters, measures memory and captures graphs.
-        """
+        """Checks a module, and shares memory, before the package uses or measures it."""
         layout, latent = self._base_layout, self._shape.latent
         version = self._inputs.version
         try:
@@ -375,9 +371,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return whole, [tensor for name, tensor in own.items() if name in padded]
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
-        """Raises the error from `no_logprob` if a value is not a log-probability, unless
-        `number_of` returns no request id for its index.
-        """
+        """Raises the error of `no_logprob` for an invalid value of a request that still runs."""
         if math.isfinite(sum(logps)) and max(logps) <= 0:
             return
         for place, logp in enumerate(logps):
@@ -422,9 +416,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return [] if self._memory is None else self._memory.lend(num_bytes, keeps_weights)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Whether `sleep(keeps_memory)` loses the weights (see `ForgettingTarget`). Training
-        overwrites lent weights even if the engine keeps its memory.
-        """
+        """Whether `sleep` loses the weights; training overwrites lent ones in any case."""
         memory = self._memory
         return memory is not None and (not keeps_memory or memory.lends_weights)
 

@@ -113,9 +113,7 @@ def draw_rows(
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Returns the log-probabilities from which tokens are drawn, -inf for excluded ones; for greedy
-    rows, the model's.
-    """
+    """Returns the log-probabilities from which tokens are drawn; for greedy rows, the model's."""
     return _log_distribution(logits_BV.float(), RowSampling.of(sampling, logits_BV.device))
 
 
@@ -145,9 +143,7 @@ def _gather(values_BV: Tensor, index_B: Tensor) -> Tensor:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64, in which every input bit affects every output bit. Products
-    wrap.
-    """
+    """The finalizer of SplitMix64, in which every input bit affects every output bit."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -115,9 +115,7 @@ def _stored(
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
-    """Returns a tensor whose elements encode the name and their own row and column; FP8 in their
-    bits.
-    """
+    """Returns a tensor whose elements, or FP8 bits, encode the name and their row and column."""
     if like.dtype == FP8:
         return coded(name, shape, like.to(torch.float32)).to(torch.uint8).view(FP8)
     code = torch.zeros((), dtype=like.dtype, device=like.device)
@@ -130,9 +128,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
 
 
 def _type_of(name: str, hf_shapes: Mapping[str, Shape], like: Tensor) -> Tensor:
-    """Returns an empty tensor of the type of an HF tensor: FP8, fp32 scales, or else that of
-    `like`.
-    """
+    """Returns an empty tensor of the type of an HF tensor: FP8, fp32 scales, or as `like`."""
     dtype = like.dtype
     if is_scale(name):
         dtype = torch.float32

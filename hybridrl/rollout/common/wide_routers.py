@@ -19,9 +19,7 @@ ROUTER = ".mlp.gate.weight"
 
 @dataclass(frozen=True)
 class WideRouters:
-    """Router weights of one rank's engine, by their names in the layout: the engine's float32
-    parameters, and tensors of the model's type, which updates write.
-    """
+    """Routers of one engine by layout name: float32 parameters, and what updates write."""
 
     wide: Mapping[str, Tensor]
     narrow: Mapping[str, Tensor]
@@ -38,9 +36,7 @@ class WideRouters:
     def of(
         live: Mapping[str, Tensor], dtype: torch.dtype, views: Mapping[str, Tensor]
     ) -> WideRouters:
-        """Creates the tensors that updates write, except those in `views`, which the trainer
-        shares.
-        """
+        """Creates the tensors that updates write; those in `views` are the trainer's."""
         wide = {name: live[name] for name in sorted(WideRouters.names(live, dtype))}
         narrow = {
             name: views[name] if name in views else torch.empty_like(one, dtype=dtype)

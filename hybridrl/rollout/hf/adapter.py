@@ -310,9 +310,7 @@ class _Context(NamedTuple):
 
 
 def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[list[_Context]]:
-    """Splits contexts, sorted by length, into chunks for one forward pass each. Contexts that must
-    not be padded have equal lengths in a chunk.
-    """
+    """Splits contexts, sorted by length, into passes, of equal lengths if not padded."""
     chunk: list[_Context] = []
     lengths: set[int] = set()
     for context in contexts:

@@ -50,9 +50,7 @@ def _linear(linear: Any, x: Tensor) -> Tensor:
 
 
 def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logits, weights, experts) as Megatron does, in float32; the softmax is over the
-    chosen experts if weights are renormalized.
-    """
+    """Returns (logits, weights, experts) as Megatron does, in float32."""
     rows = hidden.reshape(-1, router.hidden_dim).float()
     logits_TE = ops.invariant_linear(rows, router.weight.float(), None)
     scores_TE = logits_TE if router.norm_topk_prob else logits_TE.softmax(-1)

@@ -25,10 +25,7 @@ Images = tuple[Content, ...]
 
 
 class ImageModel:
-    """A transformers model, such as Qwen3VLForConditionalGeneration, that reads images.
-
-    The processor's files in `directory` are read with the first image.
-    """
+    """A transformers model, such as Qwen3VLForConditionalGeneration, that reads images."""
 
     def __init__(self, model: Any, vision: VisionShape, directory: Path | None) -> None:
         self._model, self._vision, self._directory = model, vision, directory

@@ -15,9 +15,7 @@ CACHE_BLOCK = 64
 
 
 class _States:
-    """States of one recurrent layer, with the attributes that transformers' layers read: under key
-    0, the states of the slots of the next forward.
-    """
+    """States of one recurrent layer; under key 0, those of the next forward's slots."""
 
     record_past = False
 

@@ -99,9 +99,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._record([running.request for running in self._running.values()])
 
     def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
-        """Records the experts of unfinished requests for the first `num_tokens` tokens (None for
-        all). The requests must still have their slots.
-        """
+        """Records experts of the first `num_tokens` tokens of requests that still have slots."""
         if self._experts is None:
             return
         rows: list[tuple[Any, RunningRequest, int]] = []
@@ -199,9 +197,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._by_text.add(request_id)
 
     def _end_by_text(self) -> None:
-        """Ends requests whose text contains a stop string, which SGLang does not detect. SGLang
-        draws one more token for each of these requests, which is ignored.
-        """
+        """Ends requests at stop strings, which SGLang does not; its next token is ignored."""
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
             if self._experts is not None and (end := self._text_end(running)):

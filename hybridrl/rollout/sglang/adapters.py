@@ -86,9 +86,7 @@ class _WithoutPinning(TorchFunctionMode):
 
 
 def slot_tensors(manager: Any, slot: int) -> dict[str, Tensor]:
-    """Returns the memory of a slot by names of SGLang's modules: A of each projection with shape
-    (rank, inputs), B with shape (outputs, rank).
-    """
+    """Returns a slot by names of SGLang's modules: A (rank, inputs), B (outputs, rank)."""
     from sglang.srt.lora.utils import get_target_module_name
 
     pool, found = manager.memory_pool, dict[str, Tensor]()

@@ -42,9 +42,7 @@ BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 
 @dataclass
 class PoolPiece:
-    """Implements `EnginePiece` for memory of csrc/engine_pool.cpp, which finally releases the
-    handle that it received in the last call of `set_engine_piece`.
-    """
+    """Implements `EnginePiece` with csrc/engine_pool.cpp, which releases the last set handle."""
 
     address: int
     num_bytes: int
@@ -145,9 +143,7 @@ def _without_expandable_segments() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
-    """Makes an engine that starts in this context allocate its memory in `pools`, or else itself,
-    on GPUs with torch_memory_saver.
-    """
+    """Makes a starting engine allocate in `pools`, or on GPUs with torch_memory_saver."""
     if pools is None:
         if device.type != "cpu":
             _choose_memory_saver()

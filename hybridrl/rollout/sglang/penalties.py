@@ -31,9 +31,7 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Penalized(NamedTuple):
-    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are its own
-    prompt; the others are response tokens that were drawn earlier.
-    """
+    """A request with penalties, whose own prompt has `num_prompt` tokens of SGLang's."""
 
     sampling: SamplingParams
     num_prompt: int
@@ -49,9 +47,7 @@ class _Batch(NamedTuple):
 
 
 class TokenTable:
-    """Tokens of requests with penalties, by SGLang's names, and the penalties' effect on logits.
-    Passes must be computed one after another, on one stream.
-    """
+    """Tokens of requests with penalties; passes must run in turn, on one stream."""
 
     def __init__(self) -> None:
         self._penalized: dict[str, _Penalized] = {}

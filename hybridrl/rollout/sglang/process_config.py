@@ -48,9 +48,7 @@ def configure(server_args: Any, tp_rank: int, gpu_id: int, others: Sequence[Any]
 def construct(
     kind: type, server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int, active: Activate
 ) -> Any:
-    """Returns a new scheduler of this class. SGLang reads only `nccl_port` of its ports, and does
-    not open it because a process group already exists.
-    """
+    """Returns a new scheduler, which reads only `nccl_port` of its ports and opens none."""
     ports = SimpleNamespace(nccl_port=0)
     # 0.5.16 also takes the ranks of pipeline, attention context, MoE data and data parallel groups.
     takes_ranks = active is contextlib.nullcontext

@@ -59,9 +59,7 @@ class RecordedExperts:
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Array:
-        """Called by SGLang to read a finished request's experts before its slots are freed. No pass
-        has processed the last token, so it has none.
-        """
+        """Called by SGLang to read a finished request's experts, of all but the last token."""
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
@@ -111,9 +109,7 @@ def make_current(recorder: RecordedExperts | None) -> None:
 
 
 def _routed(model: torch.nn.Module) -> list[int]:
-    """Returns the layers whose routers report their choices. Sets each router's layer number, which
-    some models, such as Mixtral, leave unset.
-    """
+    """Returns the observable routers' layers; sets numbers, which Mixtral leaves unset."""
     from sglang.srt.layers.moe.topk import TopK
 
     found = []

@@ -111,9 +111,7 @@ class SeededSampler(torch.nn.Module):
         token_ids_logprobs: Any,
         positions: Tensor,
     ) -> Tensor:
-        """Returns each row's next token, (B,), and stores log-probabilities in `logits_output`.
-        `positions` are those of the rows' last tokens.
-        """
+        """Returns each row's next token, (B,), and stores log-probabilities in `logits_output`."""
         seed_B = sampling_info.sampling_seed
         logits_BV = self._token_table.penalized(logits_output.next_token_logits, positions)
         rows, is_greedy_B = self._rows_of(sampling_info)

@@ -94,9 +94,7 @@ class _Driven:
         )
 
     def recv_requests(self, local_reqs: Sequence[Any] = ()) -> list[Any]:
-        """Returns an empty list once per turn, because requests are added between turns.
-        `local_reqs`, of newer versions, would end requests that take too long.
-        """
+        """Returns [] once per turn; `local_reqs`, of newer versions, would end slow requests."""
         if not self._turn_begins:
             raise _TurnIsOverError
         self._turn_begins = False

@@ -38,9 +38,7 @@ class SharedPrompts:
         self._first: dict[int, Request] = {}
 
     def due(self, queued: Sequence[Request], is_computing: Callable[[int], bool]) -> list[Request]:
-        """Returns the queued requests to start now, in order. `is_computing` says whether a started
-        request's prompt is still being computed.
-        """
+        """Returns the requests to start now, given which started ones still compute prompts."""
         waits = {prompt for prompt, one in self._first.items() if is_computing(one.request_id)}
         tokens = sum(len(self._first[prompt].prompt) for prompt in waits)
         begins: set[int] = set()

@@ -209,9 +209,7 @@ def _forget_places_of_experts() -> None:
 
 
 def stop(engine: LiveEngine) -> None:
-    """Shuts down the engine and, after the last one, destroys SGLang's process groups. SGLang's own
-    shutdown would also destroy the trainer's default process group.
-    """
+    """Shuts down the engine, with the last one also SGLang's groups, but not the trainer's."""
     from sglang.srt.distributed import parallel_state
 
     if engine.scheduler not in _OPEN:
@@ -250,17 +248,13 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
 
 
 def _other_weights(is_cpu: bool) -> list[str]:
-    """Returns the environment variables that would change SGLang's layout of weights. SGLang reads
-    some at import, and accepts the prefix SGL_ instead of SGLANG_.
-    """
+    """Returns variables that would change the layout of weights, also with the prefix SGL_."""
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
     return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
 
 
 def _compute_with_local_experts() -> None:
-    """Replaces SGLang's computation of experts on CPU, which marks experts on other ranks with -1,
-    but then uses -1 as an index.
-    """
+    """Replaces SGLang's CPU experts, which index with -1, its mark for other ranks."""
     from sglang.srt.layers.moe import fused_moe_native
 
     def forward(layer: Any, hidden_TD: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
@@ -314,9 +308,7 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with SGLang's new module while the memory pool for weights is in use, which
-    can therefore release the parameters that `prepare` replaces.
-    """
+    """Calls `prepare` while the pool for weights, which can then free some, is in use."""
     from sglang.srt.model_loader.loader import DummyModelLoader
 
     load = DummyModelLoader.load_model

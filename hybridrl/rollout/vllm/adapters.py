@@ -76,10 +76,7 @@ def slot_tensors(model: torch.nn.Module, place: int = 0) -> dict[str, Tensor]:
 
 
 class LiveAdapters:
-    """The adapters in a started vLLM engine, by name in the order of their slots.
-
-    `requests` has vLLM's LoRARequest for each; its path is never read.
-    """
+    """The adapters of an engine, by slot, and their LoRARequests, whose paths are not read."""
 
     def __init__(self, runner: Any, names: Sequence[str]) -> None:
         from vllm.lora.request import LoRARequest

@@ -107,9 +107,7 @@ class DecodingSteps:
         scheduler.update_from_output = self._update_from_output
 
     def take_steps(self) -> list[StepTokens]:
-        """Returns the tokens of each step since the last call, except those in vLLM's own output,
-        which always contains a request's last token.
-        """
+        """Returns new steps' tokens that are not in vLLM's own output, which has last ones."""
         drawn, self._drawn = self._drawn, []
         return drawn
 
@@ -144,9 +142,7 @@ class DecodingSteps:
         return output
 
     def _begin_steady(self, requests: Sequence[Any]) -> None:
-        """Starts `SteadyRows` after all requests have decoded in two consecutive steps. If a
-        request ended in every other step, `SteadyRows` would only cost time.
-        """
+        """Starts `SteadyRows` if two steps had all requests; otherwise it would cost time."""
         names, before = [request.request_id for request in requests], self._decoded
         self._decoded = names
         is_all = len(requests) == len(self._scheduler.running) and self._block_size > 2
@@ -190,9 +186,7 @@ class DecodingSteps:
         return rows
 
     def _hand_out_steady(self, steady: SteadyRows) -> Any:
-        """Schedules the next step of steady rows; None if they are no longer steady, or the cache
-        may be too small.
-        """
+        """Schedules a step of steady rows; None if they no longer are, or lack cache."""
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
         if num_waiting and num_running < scheduler.max_num_running_reqs:

@@ -71,10 +71,7 @@ def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
 
 
 def _table(rotary: Rotary, cache_LD: Tensor) -> Tensor:
-    """Returns vLLM's cosines and sines, computed from the trainer's frequencies.
-
-    vLLM computes frequencies on the GPU, where powers differ in the last bit.
-    """
+    """Returns cosines and sines of the trainer's frequencies; vLLM's on GPUs differ in a bit."""
     frequencies = rotary_frequencies(rotary, cache_LD.size(1)).to(cache_LD.device)
     position_L = torch.arange(len(cache_LD), device=cache_LD.device, dtype=torch.float32)
     return rotary_table(torch.outer(position_L, frequencies), cache_LD.dtype)

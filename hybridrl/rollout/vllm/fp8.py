@@ -58,9 +58,7 @@ def check_gpu(device: torch.device, knob: str, off: str) -> None:
 
 
 def check_kernels(model: torch.nn.Module, version: str) -> None:
-    """Raises ModelError if a quantized layer, which it names, does not use the pinned kernel, or if
-    the environment has changed.
-    """
+    """Raises ModelError, with the layer's name, for other kernels or another environment."""
     from vllm import envs
 
     for name, value in ENVIRONMENT[LINEAR_BACKEND].items():

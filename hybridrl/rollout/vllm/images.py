@@ -84,9 +84,7 @@ class PixelItems:
         self._pool = ThreadPoolExecutor(NUM_DECODERS, "images")
 
     def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Starts to decode up to MAX_AHEAD of these images, which may be needed next, in other
-        threads. Forgets all other images, such as those of aborted requests.
-        """
+        """Decodes up to MAX_AHEAD of these images in threads; forgets all others."""
         following = {content.key: content for content in contents}
         for key in [key for key in self._decoded if key not in following]:
             self._decoded.pop(key).cancel()
