@@ -162,7 +162,6 @@ class BegunCopy:
         return waited_s
 
     def _exchange(self, names: Sequence[str], failure: Exception | None = None) -> Exception | None:
-        """Sends files to the next host and receives files; see `HostRing.exchange`."""
         failure, received = self._ring.exchange(self._folder, names, failure)
         self.sizes |= received
         return failure
@@ -189,7 +188,6 @@ class BegunCopy:
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
-        """Writes rank 0's other files, the manifest last. Returns their names."""
         folder, content = self._folder, self._content
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])

@@ -117,7 +117,6 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def _is_of_format_1(content: bytes) -> bool:
-    """Whether a manifest has format 1: sizes by path, without digests."""
     try:
         found = parse_json(content)
     except ValueError:

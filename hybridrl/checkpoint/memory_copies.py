@@ -94,7 +94,6 @@ class MemoryCopies:
         self.lineage: Sequence[Ancestor] = ()
 
     def _connect(self) -> None:
-        """Creates the process group for the threads. Collective."""
         group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         assert isinstance(group, dist.ProcessGroup)
         self._group, self._ring = group, HostRing(group, self._hosts)
@@ -351,7 +350,6 @@ class MemoryCopies:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file durably."""
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, 1 << 20)
         written.flush()

@@ -68,7 +68,6 @@ class Holder:
         return self.namespace == _namespace() and self.pid == os.getpid() and self._runs()
 
     def _runs(self) -> bool:
-        """Whether the process, which must be in this process's namespace, still runs."""
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.process_start) < START_TOLERANCE_S

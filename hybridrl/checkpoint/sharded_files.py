@@ -310,8 +310,6 @@ class _FileWriter(FileSystemWriter):
 
 
 class _FileReader(FileSystemReader):
-    """Reads and verifies tensors, given a loaded index."""
-
     def __init__(
         self, folder: Path, part: str, manifest: Manifest, index: Metadata, num_threads: int
     ) -> None:
@@ -342,7 +340,6 @@ class _FileReader(FileSystemReader):
         return found
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Reads and verifies one tensor, and fills the requested parts."""
         place: _StorageInfo = self.storage_data[items[0].storage_index]
         file = self._folder / self._part / place.relative_path
         entry = self._manifest.files.get(f"{self._part}/{place.relative_path}")

@@ -440,7 +440,6 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _reason(finished: Finished) -> tuple[str, str]:
-    """Returns why an episode without rows failed, although its program did not."""
     if finished.result.num_turns:
         return NO_ROWS
     return NO_TURN if finished.limit is None else EARLY_LIMITS[finished.limit]

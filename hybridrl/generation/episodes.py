@@ -40,8 +40,6 @@ NO_VERSION = -1  # temporary version of observations before the policy's first t
 
 @dataclass
 class _Episode:
-    """State of a response that is still being generated, in one or several turns."""
-
     step: int
     sample_id: int
     prompt: Prompt
@@ -294,7 +292,6 @@ class Episodes:
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:
-        """Returns the answers since the last call, on all ranks of the replica."""
         if not self.is_waiting:
             return []
         answers: list[tuple[int, Answer]] | UserError = []

@@ -65,7 +65,6 @@ def replace_uniform_groups(
 
 
 def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Concatenates batches in ascending order of sample numbers."""
     if any(part.versions_T is not None for part in parts):
         parts = [with_token_versions(part) for part in parts]
     batch = ScoredBatch.concat(parts)

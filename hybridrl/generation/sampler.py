@@ -238,7 +238,6 @@ class Sampler:
         return self.world.heartbeat.stop_signal != 0
 
     def _generate_enough(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
-        """Generates until all replicas together have completed the step's groups."""
         began = time.perf_counter()
         if self.engine.version != step:
             raise RuntimeError(
@@ -419,7 +418,6 @@ class Sampler:
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Returns the responses that ended; submits the next turns of the others."""
         if self.episodes is None:
             return completions
         if self._carries_over and not self.episodes.in_real_time:
@@ -528,7 +526,6 @@ class Sampler:
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
     def _end_ahead(self) -> None:
-        """Waits until the engines pause, and removes all samples from them."""
         began = time.perf_counter()
         self._is_awaited = True
         with self.world.all_agree("generating ahead") as agreement:

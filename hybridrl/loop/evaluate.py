@@ -134,7 +134,6 @@ class Evaluations:
         return is_first or is_due(self._steps.eval_every, step, last)
 
     def _generated_steps(self) -> set[str]:
-        """Returns the steps after which responses were generated and scored."""
         return {
             step
             for step, found in self.by_step.items()

@@ -278,7 +278,6 @@ def _shown(base: str) -> str:
 
 
 def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields a table of the first and the last evaluation, with standard errors."""
     steps = sorted(evaluations, key=int)
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
     yield f"| | step {steps[0]} | step {steps[-1]} |"

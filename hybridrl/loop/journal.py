@@ -180,7 +180,6 @@ class Journal(Observer):
             yield Mlflow(section.mlflow, self.folder)
 
     def _changes(self) -> Sequence[str]:
-        """Returns a line for each knob that has changed since the run last trained."""
         saved = saved_config(self.config)
         changed = {} if saved is None else changed_knobs(saved, self.config)
         return [f"{key} {shown(before)} -> {shown(now)}" for key, (before, now) in changed.items()]
@@ -306,7 +305,6 @@ class Journal(Observer):
         return most
 
     def _peaks(self) -> dict[str, float]:
-        """Returns this rank's peak memory in bytes, by phase if the phases are known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
 

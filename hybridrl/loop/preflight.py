@@ -336,7 +336,6 @@ def _descriptors(config: Config, machines: Machines) -> UserError | None:
 
 
 def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:
-    """Yields every model whose weights the run loads, with its type of head."""
     yield config.model, "lm"
     teacher = teacher_model(config) if has_teacher else None
     if teacher is not None:
@@ -346,7 +345,6 @@ def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelCon
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
-    """Yields the violations in the teacher's config.json and family."""
     found = list(teacher_rules(config, policy))
     yield from found
     try:
@@ -450,7 +448,6 @@ def _rows(
 
 
 def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
-    """Checks rows with prompts for which the run generates responses."""
     return unless_checked(
         data,
         paths,

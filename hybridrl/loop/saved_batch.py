@@ -37,8 +37,6 @@ _TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_ex
 
 
 class _BatchContent(BaseModel, extra="forbid"):
-    """JSON of a batch. Each prompt has its number, text and columns."""
-
     producer: Producer
     prompts: list[tuple[int, str, dict[str, Any]]]
 
@@ -166,7 +164,6 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor], content: _BatchContent) -> TrainBatch:
-    """Rebuilds a batch from its tensors and JSON; the inverse of `_parts`."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
     cells = [b""] * len(content.prompts)
     if _PROMPTS + _CONTENTS in tensors:
@@ -213,7 +210,6 @@ def _about(prompt: Prompt) -> tuple[int, str, dict[str, object]]:
 
 
 def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
-    """Returns the distinct prompts, and the index of each prompt among them."""
     places: dict[object, int] = {}
     found: list[Prompt] = []
     index: list[int] = []

@@ -78,7 +78,6 @@ class SkippedSteps:
             )
 
     def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
-        """Writes the batch on rank 0. Returns the error's text, if any, on all ranks."""
         with self._world.all_agree("saving the batch of a skipped step") as agreement:
             if saved is not None:
                 try:

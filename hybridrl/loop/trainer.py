@@ -163,7 +163,6 @@ class Trainer:
                 self.journal.close()
 
     def _train_to(self, last: int) -> None:
-        """Takes all steps up to `last`, and calls the observers between them."""
         if self.algorithm.needs.rollouts:
             if self._run.phases.is_checked:
                 self.enter_rollout()

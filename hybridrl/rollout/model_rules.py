@@ -55,7 +55,6 @@ def merged_transport_rules(
 
 
 def _violations(engine: str, family: Family, shape: ModelShape) -> Iterator[str]:
-    """Yields the reasons why an engine cannot hold all adapters of a family."""
     traits = ENGINES[engine]
     if family.lora is None:
         return

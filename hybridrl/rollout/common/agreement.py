@@ -44,8 +44,6 @@ class TokensDifferError(RuntimeError):
 
 
 class _Sums(Protocol):
-    """Exchanges one checksum per rank and step."""
-
     def publish(self, step: int, own: int) -> None: ...
 
     def wait(self, step: int) -> list[int]:

@@ -283,7 +283,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return engine_scales(layout, self._quantized())
 
     def _quantized(self) -> Mapping[str, Shape]:
-        """Returns the shapes of the HF tensors that the engine holds in FP8."""
         if self._settings.quantization == "none":
             return {}
         return quantized_shapes(base_of(self._family), self._shape)

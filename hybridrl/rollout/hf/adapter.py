@@ -268,7 +268,6 @@ class HfEngine(QueuedEngine):
             self._adapters.use(names)
 
     def _append(self, start: int, logits_BV: Tensor) -> None:
-        """Draws a token for each row from `start` on, and removes finished rows."""
         rows = self._running[start:]
         uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
         histories = [TokenHistory(r.request.prompt, r.tokens) for r in rows]

@@ -99,7 +99,6 @@ def _forward(
     chosen_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    """Returns the weighted sums of the chosen experts' outputs, (T, D)."""
     output_TD = torch.zeros_like(hidden_TD)
     adapters = list(dict.fromkeys(rows.of_rows))
     adapter_T = torch.zeros(len(hidden_TD), dtype=torch.long)

@@ -57,8 +57,6 @@ def hold_linear_adapters(
 
 
 class _Added:
-    """Forward hook that adds B A x to a linear layer's output."""
-
     def __init__(self, pairs: Mapping[str, Pair], rows: RowAdapters) -> None:
         self._pairs, self._rows = pairs, rows
 

@@ -162,7 +162,6 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         return 0
 
     def _reserved(self, *like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the storages, enlarged if the current slots and keys need it."""
         num_slots, length = 0, 0
         if self._kv is not None:
             num_slots, length = self._kv[0].shape[1], self._kv[0].shape[3]

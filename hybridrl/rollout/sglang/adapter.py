@@ -36,8 +36,6 @@ COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
 @dataclass
 class _Running:
-    """A request that SGLang is processing; `request` is SGLang's own."""
-
     row: RunningRequest
     request: Any
     num_taken: int = 0

@@ -167,7 +167,7 @@ def _attend_backward(
 
 
 def _logps(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Tensor:
-    """Returns log-probabilities as vLLM's second model runner computes them."""
+    """Computes log-probabilities as vLLM's second model runner does."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 

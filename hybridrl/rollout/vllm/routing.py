@@ -89,7 +89,6 @@ class RecordedExperts:
         self._experts.record(rows, slots)
 
     def _slots(self, request: Any, start: int) -> Tensor:
-        """Returns the slots of a request's computed tokens from `start` on."""
         (blocks,) = self._manager.get_block_ids(request.request_id)
         size, end = self._block_size, request.num_computed_tokens
         if len(blocks) * size < end:
@@ -108,7 +107,6 @@ def _no_fixed_slots() -> ModelError:
 
 
 def _routers(model: torch.nn.Module) -> dict[int, Any]:
-    """Returns the routers whose choices can be observed, by layer."""
     found: dict[int, Any] = {}
     for name, part in model.named_modules():
         router = getattr(part, "router", None)
