@@ -57,6 +57,9 @@ NO_ROWS = (
     f"chose none of the rows of {WHERE} (agent.rows)",
     "a function that returns at least one of the rows that it receives",
 )
+# Keys that cannot collide with the counts of sessions.
+_EPISODES, _TURNS, _SEQUENCES = "agent/#episodes", "agent/#turns", "agent/#sequences"
+_ENDS, _MILLISECONDS = "agent/#ended_", "agent/milliseconds"
 NO_REPORT = (
     f"reported no reward for {WHERE}",
     "a reward in the file HYBRIDRL_RESULT or as the function's result, or a reward.function",
@@ -106,8 +109,6 @@ class AgentEpisodes:
             continue without a program.
         needs_report: Whether an episode without a reported reward has failed.
     """
-
-    in_real_time = True
 
     def __init__(
         self,
@@ -232,14 +233,6 @@ class AgentEpisodes:
         stopped, self._stopped = self._stopped, ()
         return stopped
 
-    def end_turns(self, completions: Sequence[Completion]) -> list[AgentResponse]:
-        """Never called, because episodes of agents are always advanced in real time."""
-        raise NotImplementedError
-
-    def answer_due(self, gives_up: object) -> tuple[list[AgentResponse], list[Request]]:
-        """Never called, as `end_turns`."""
-        raise NotImplementedError
-
     def leave_engine(self, begun: Mapping[int, Request]) -> dict[int, OpenAgent]:
         """Keeps `begun`, the requests removed from the engine, for the next round. Returns the
         unfinished episodes by sample. Raises an error of the host on all ranks of the replica.
@@ -276,11 +269,37 @@ class AgentEpisodes:
         """Returns nothing, because unfinished episodes begin again in another process."""
         return []
 
-    def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
-        return agent_counts(responses)
+    @staticmethod
+    def counts(responses: Iterable[Completion]) -> dict[str, int]:
+        """Returns this rank's counts of events in responses, whose sums `metrics` receives."""
+        found: Counter[str] = Counter()
+        for response in responses:
+            assert isinstance(response, AgentResponse)
+            found.update({f"agent/{name}": count for name, count in response.notes.items()})
+            found.update({_EPISODES: 1, _TURNS: response.num_turns})
+            found.update({_SEQUENCES: len(response.sequences)})
+            for end in ("turns", "tokens", "failure"):
+                found[_ENDS + end] += response.ended == end
+        return dict(found)
 
-    def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
-        return agent_metrics(counts)
+    @staticmethod
+    def metrics(counts: Mapping[str, int]) -> dict[str, float]:
+        """Returns `agent/turns_mean`, `agent/sequences_mean`, `agent/seconds_mean`, the shares
+        `agent/failed` and `agent/truncated_NAME`, and how often each event occurred.
+        """
+        num = counts.get(_EPISODES, 0)
+        rest = {n: float(c) for n, c in counts.items() if "#" not in n and n != _MILLISECONDS}
+        if not num:
+            return rest
+        return {
+            **rest,
+            "agent/turns_mean": counts[_TURNS] / num,
+            "agent/sequences_mean": counts[_SEQUENCES] / num,
+            "agent/seconds_mean": counts[_MILLISECONDS] / 1000 / num,
+            "agent/failed": counts[_ENDS + "failure"] / num,
+            "agent/truncated_turns": counts[_ENDS + "turns"] / num,
+            "agent/truncated_tokens": counts[_ENDS + "tokens"] / num,
+        }
 
     def close(self) -> None:
         if self._host is not None:
@@ -380,16 +399,8 @@ class AgentEpisodes:
         return _News(tuple(requests), stopped, tuple(responses))
 
     def _request(self, episode: _Episode, turn: TurnRequest) -> Request:
-        run = episode.sampling
-        sampling = replace(
-            run,
-            max_new_tokens=turn.max_new_tokens,
-            min_new_tokens=min(run.min_new_tokens, turn.max_new_tokens),
-            stop_token_ids=(*run.stop_token_ids, *turn.stop_token_ids),
-            stop_strings=(*run.stop_strings, *turn.stop_strings),
-        )
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn.turn)
-        return Request(turn.request_id, turn.tokens, seed, sampling)
+        return turn_request(turn, episode.sampling, seed)
 
     def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
         """Returns the request for the one token that a response needs at least."""
@@ -432,6 +443,20 @@ class AgentEpisodes:
         return _joined(episode, finished, sequences, failure)
 
 
+def turn_request(turn: TurnRequest, run: SamplingParams, seed: int) -> Request:
+    """Returns the request for a turn, with the run's sampling parameters as far as it has none."""
+    sampling = replace(
+        run,
+        max_new_tokens=turn.max_new_tokens,
+        min_new_tokens=min(run.min_new_tokens, turn.max_new_tokens),
+        stop_token_ids=(*run.stop_token_ids, *turn.stop_token_ids),
+        stop_strings=(*run.stop_strings, *turn.stop_strings),
+        temperature=run.temperature if turn.temperature is None else turn.temperature,
+        top_p=run.top_p if turn.top_p is None else turn.top_p,
+    )
+    return Request(turn.request_id, turn.tokens, seed, sampling)
+
+
 def _sendable(error: Exception) -> Exception:
     """Returns an error for the other ranks. Other errors than UserErrors may not be picklable."""
     if isinstance(error, UserError):
@@ -469,40 +494,3 @@ def _joined(
         {**finished.result.counts, "milliseconds": round(1000 * finished.seconds)},
         sequences=sequences,
     )
-
-
-def agent_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns this rank's counts of events in responses, whose sums `agent_metrics` receives."""
-    found: Counter[str] = Counter()
-    for response in responses:
-        assert isinstance(response, AgentResponse)
-        found.update({f"agent/{name}": count for name, count in response.notes.items()})
-        found.update({_EPISODES: 1, _TURNS: response.num_turns})
-        found.update({_SEQUENCES: len(response.sequences)})
-        for end in ("turns", "tokens", "failure"):
-            found[_ENDS + end] += response.ended == end
-    return dict(found)
-
-
-# Keys that cannot collide with the counts of sessions.
-_EPISODES, _TURNS, _SEQUENCES = "agent/#episodes", "agent/#turns", "agent/#sequences"
-_ENDS, _MILLISECONDS = "agent/#ended_", "agent/milliseconds"
-
-
-def agent_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns `agent/turns_mean`, `agent/sequences_mean`, `agent/seconds_mean`, the shares
-    `agent/failed` and `agent/truncated_NAME`, and how often each event occurred.
-    """
-    num = counts.get(_EPISODES, 0)
-    rest = {n: float(c) for n, c in counts.items() if "#" not in n and n != _MILLISECONDS}
-    if not num:
-        return rest
-    return {
-        **rest,
-        "agent/turns_mean": counts[_TURNS] / num,
-        "agent/sequences_mean": counts[_SEQUENCES] / num,
-        "agent/seconds_mean": counts[_MILLISECONDS] / 1000 / num,
-        "agent/failed": counts[_ENDS + "failure"] / num,
-        "agent/truncated_turns": counts[_ENDS + "turns"] / num,
-        "agent/truncated_tokens": counts[_ENDS + "tokens"] / num,
-    }

@@ -35,6 +35,8 @@ from hybridrl.rewards.outcome import WHERE, ScorerFailure
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
 
 LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
+# Keys that cannot collide with the notes of an environment.
+RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "environment/#cut_"
 NO_VERSION = -1  # temporary version of observations before the policy's first turn
 
 
@@ -132,8 +134,6 @@ class OpenResponse:
 
 class Episodes:
     """Manages the unfinished responses on one replica, independently of time (`answer_due`)."""
-
-    in_real_time = False
 
     def __init__(
         self,
@@ -272,11 +272,27 @@ class Episodes:
             for episode in self._open.values()
         ]
 
-    def counts(self, responses: Iterable[Completion]) -> dict[str, int]:
-        return episode_counts(responses)
+    @staticmethod
+    def counts(responses: Iterable[Completion]) -> dict[str, int]:
+        """Returns this rank's counts of events, whose sums over ranks `metrics` receives."""
+        found: Counter[str] = Counter()
+        for response in responses:
+            assert isinstance(response, Response)
+            found.update({f"environment/{note}": count for note, count in response.notes.items()})
+            found.update({RESPONSES: 1, TURNS: response.num_turns})
+            found.update({TRUNCATED + end: response.ended == end for end in ("turns", "tokens")})
+        return dict(found)
 
-    def metrics(self, counts: Mapping[str, int]) -> dict[str, float]:
-        return episode_metrics(counts)
+    @staticmethod
+    def metrics(counts: Mapping[str, int]) -> dict[str, float]:
+        """Returns mean turns, shares of responses at a limit of turns or tokens, and notes."""
+        num = counts.get(RESPONSES, 0)
+        if not num:
+            return {name: float(count) for name, count in counts.items()}
+        ends = {n.removeprefix(TRUNCATED): c for n, c in counts.items() if n.startswith(TRUNCATED)}
+        shares = {f"environment/truncated_{end}": count / num for end, count in ends.items()}
+        rest = {name: float(count) for name, count in counts.items() if "#" not in name}
+        return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}
 
     def close(self) -> None:
         if self._stages is not None:
@@ -378,29 +394,3 @@ class Episodes:
             blobs=episode.blobs,
             contents=episode.prompt.contents,
         )
-
-
-def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns this rank's counts of events, whose sums over ranks `episode_metrics` receives."""
-    found: Counter[str] = Counter()
-    for response in responses:
-        assert isinstance(response, Response)
-        found.update({f"environment/{note}": count for note, count in response.notes.items()})
-        found.update({RESPONSES: 1, TURNS: response.num_turns})
-        found.update({TRUNCATED + end: response.ended == end for end in ("turns", "tokens")})
-    return dict(found)
-
-
-# Keys that cannot collide with the notes of an environment.
-RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "environment/#cut_"
-
-
-def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns mean turns, shares of responses at a limit of turns or tokens, and notes."""
-    num = counts.get(RESPONSES, 0)
-    if not num:
-        return {name: float(count) for name, count in counts.items()}
-    ends = {n.removeprefix(TRUNCATED): c for n, c in counts.items() if n.startswith(TRUNCATED)}
-    shares = {f"environment/truncated_{end}": count / num for end, count in ends.items()}
-    rest = {name: float(count) for name, count in counts.items() if "#" not in name}
-    return {**rest, **shares, "environment/turns_mean": counts[TURNS] / num}

@@ -41,7 +41,7 @@ from hybridrl.data.prompts import PromptSource
 from hybridrl.errors import UserError
 from hybridrl.generation.agent_episodes import AgentEpisodes
 from hybridrl.generation.background import BackgroundThread
-from hybridrl.generation.episodes import Episodes, OpenResponse, episode_metrics
+from hybridrl.generation.episodes import Episodes, OpenResponse
 from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
 from hybridrl.generation.responses import OpenAgent, Response, as_rollouts
@@ -138,7 +138,7 @@ class Sampler:
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             lengths=self._lengths,
-            has_agents=episodes is not None and episodes.in_real_time,
+            has_agents=isinstance(episodes, AgentEpisodes),
         )
         # Values since the last call of `score_or_none`.
         self._episode_counts: dict[str, int] = {}
@@ -146,7 +146,7 @@ class Sampler:
         self._waits = WaitClock()
         # Values of the step, over all ranks.
         self._reward_counts: dict[str, int] = {}
-        self._episode_metrics = episode_metrics if episodes is None else episodes.metrics
+        self._episode_metrics = (episodes or Episodes).metrics
         self._busy_of_calls: list[
             tuple[float, float]
         ] = []  # mean and maximum, for each `generate` call
@@ -406,7 +406,7 @@ class Sampler:
         """
         if self.has_unfinished:
             self.advance()
-        if self.episodes is None or self.episodes.in_real_time:
+        if not isinstance(self.episodes, Episodes):
             return
         if (num_steps + 1) % STEPS_BETWEEN_SUMS == 0:
             ended, requests = self.episodes.answer_due(gives_up)
@@ -420,7 +420,7 @@ class Sampler:
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         if self.episodes is None:
             return completions
-        if self._carries_over and not self.episodes.in_real_time:
+        if self._carries_over and isinstance(self.episodes, Episodes):
             return self.episodes.end_turns(completions)
         ended, requests = self.episodes.advance(completions, not self.engine.has_unfinished)
         self._drop_requests(self.episodes.take_stopped())
@@ -621,7 +621,7 @@ class Sampler:
 
         `generate/idle_share` is the mean share of the generation time for which replicas waited for
         the slowest, `generate/tokens` the number of all tokens with observations. Scorers' counts
-        and `episode_metrics` follow; with a lag, `lag/*`; if engines generate ahead, `idle/*`.
+        and those of episodes follow; with a lag, `lag/*`; if engines generate ahead, `idle/*`.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
@@ -704,8 +704,8 @@ class Sampler:
             turns = [] if self.episodes is None else self.episodes.state()
             whole = (self._earlier | self._done).values()
             # An agent's requests are turns of a program that ends with this process.
-            is_live = self.episodes is not None and self.episodes.in_real_time
-            pending = [] if is_live else self.engine.pending()
+            has_agents = isinstance(self.episodes, AgentEpisodes)
+            pending = [] if has_agents else self.engine.pending()
             mine = rollout_state(whole, pending, turns, self._digests)
         parts = [part for part in self.world.exchange_objects({0: mine}) if part is not None]
         return {

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hybridrl.agents.backend import Arrivals, SamplingTerms, TurnQueue, TurnRequest
+from hybridrl.agents.backend import Arrivals, SamplingTerms, TurnQueue
 from hybridrl.agents.chat_template import ChatTemplate
 from hybridrl.agents.endpoint import Endpoint
 from hybridrl.agents.samples import Budgets
@@ -22,10 +22,11 @@ from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.schema import Config
 from hybridrl.data.end_tokens import end_tokens
+from hybridrl.generation.agent_episodes import turn_request
 from hybridrl.loop.agent_setup import max_stop_tokens
 from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel.replica import ReplicaGroup
-from hybridrl.rollout.engine import Request, RolloutEngine, SamplingParams, request_seed
+from hybridrl.rollout.engine import RolloutEngine, SamplingParams, request_seed
 from hybridrl.rollout.registry import ENGINES
 
 IDLE_S = 1.0  # longest wait for a request between messages to the other ranks of the replica
@@ -98,7 +99,9 @@ def answer_forever(
             left = [one for one in engine.pending() if one.request_id not in arrivals.aborted]
             engine.clear()  # drops no completion, because all were collected after the last step
             engine.submit(left)
-        engine.submit([_request(turn, sampling, seed) for turn in arrivals.requests])
+        turns = arrivals.requests
+        seeds = [request_seed(seed, 0, turn.sample_key, turn.turn) for turn in turns]
+        engine.submit([turn_request(turn, sampling, seeds[i]) for i, turn in enumerate(turns)])
         if engine.has_unfinished:
             engine.step()
         done = engine.collect()
@@ -143,17 +146,3 @@ def _opened(
     budgets = Budgets(max_turn_tokens=rollout.max_new_tokens)
     session = sessions.open(0, budgets=budgets, max_kept=MAX_KEPT)
     return queue, endpoint, session.token, notes
-
-
-def _request(turn: TurnRequest, run: SamplingParams, seed: int) -> Request:
-    sampling = replace(
-        run,
-        max_new_tokens=turn.max_new_tokens,
-        min_new_tokens=min(run.min_new_tokens, turn.max_new_tokens),
-        stop_token_ids=(*run.stop_token_ids, *turn.stop_token_ids),
-        stop_strings=(*run.stop_strings, *turn.stop_strings),
-        temperature=run.temperature if turn.temperature is None else turn.temperature,
-        top_p=run.top_p if turn.top_p is None else turn.top_p,
-    )
-    number = request_seed(seed, 0, turn.sample_key, turn.turn)
-    return Request(turn.request_id, turn.tokens, number, sampling)
