@@ -28,7 +28,7 @@ from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.vllm.text_models import QWEN3_5
+from hybridrl.rollout.vllm.repairs import QWEN3_5
 
 pytestmark = [*needs("vllm"), pytest.mark.usefixtures("process_group", "closed_engines")]
 

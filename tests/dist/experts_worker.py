@@ -37,9 +37,9 @@ from hybridrl.models.weights import RankLayout, hf_shapes, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
-from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.process_state import replaced
 from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.registry import ENGINES
 

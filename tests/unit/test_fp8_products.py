@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.rollout.common import torch_operations
-from hybridrl.rollout.vllm.fp8_products import multiply_unrounded_tokens
+from hybridrl.rollout.vllm.fp8 import multiply_unrounded_tokens
 
 FEW = 4  # tokens for which the unrounded product counts as measured, for weights of SIZES
 SIZES = (256, 128)

@@ -7,7 +7,7 @@ import torch
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import LatentShape
-from hybridrl.rollout.common.latent_copies import LatentCopies
+from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.sglang import adapter as sglang
 from hybridrl.rollout.vllm import adapter as vllm
 

@@ -15,9 +15,9 @@ import torch
 
 from hybridrl.models.adapters.slots import POLICY
 from hybridrl.rollout.common.engine_memory import SleepingMemory
-from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.settings import too_long
+from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.sglang.adapters import LiveAdapters
 from hybridrl.rollout.sglang.memory import sleeping_memory

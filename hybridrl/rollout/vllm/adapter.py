@@ -13,16 +13,15 @@ import torch
 from hybridrl.errors import ModelError
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
-from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
+from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.vllm import exact, exact_gpu
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
-from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale
-from hybridrl.rollout.vllm.fp8_products import multiply_unrounded_tokens
+from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale, multiply_unrounded_tokens
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.repairs import compute_wide_logits, rotate_with_torch

@@ -113,7 +113,7 @@ def engine_arguments(
         block_size = CPU_BLOCK_SIZE
         if shape.latent is not None:
             block_size = CPU_LATENT_BLOCK_SIZE
-            # The other backend packs the up-projection permanently (common/latent_copies.py).
+            # The other backend packs the up-projection permanently (common/weight_copies.py).
             arguments["attention_backend"] = "CPU_MLA"
         arguments |= {
             "block_size": block_size,

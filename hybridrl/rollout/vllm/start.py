@@ -39,7 +39,7 @@ from hybridrl.rollout.vllm.fp8 import before_processing, check_gpu, choose_kerne
 from hybridrl.rollout.vllm.images import without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.one_adapter import compute_densely
-from hybridrl.rollout.vllm.text_models import register_text_models, text_config
+from hybridrl.rollout.vllm.repairs import register_text_models, text_config
 from hybridrl.rollout.vllm.version import NAME, refusal
 
 ENVIRONMENT = {
