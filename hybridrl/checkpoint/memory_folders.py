@@ -80,17 +80,13 @@ def make_host_folder(run_folder: Path, number: str) -> None:
         raise PermissionError(
             None, f"{folder.parent} is not a folder that only this user can access"
         )
-    _remove_orphans(folder.parent)
+    for file in folder.parent.glob(f"*/{OF_RUN}"):
+        if _is_orphan(file):
+            shutil.rmtree(file.parent, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     (folder / OF_RUN).write_text(f"{number}\n{run_folder.absolute()}\n", encoding="utf-8")
     with suppress(FileNotFoundError):  # this host may not see the run folder
         (folder / DEVICE).write_text(f"{run_folder.absolute().parent.stat().st_dev}\n", "ascii")
-
-
-def _remove_orphans(root: Path) -> None:
-    for file in root.glob(f"*/{OF_RUN}"):
-        if _is_orphan(file):
-            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _is_orphan(file: Path) -> bool:

@@ -66,24 +66,22 @@ class ReservedMemory:
 
     def _work(self) -> None:
         with _TURN:
-            self._take()
-
-    def _take(self) -> None:
-        starts = range(0, len(self._memory), CHUNK_BYTES)
-        chunks = [self._memory[start : start + CHUNK_BYTES] for start in starts]
-        parts = [chunks[number :: self._num_threads] for number in range(self._num_threads)]
-        threads = [
-            threading.Thread(target=_touch, args=(part, self._taken), daemon=True) for part in parts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        address = self._memory.ctypes.data
-        with suppress(RuntimeError):  # after a failure, callers allocate through CUDA
-            self._lock(address, len(self._memory))
-            weakref.finalize(self, self._unlock, address)
-            self._is_locked = True
+            starts = range(0, len(self._memory), CHUNK_BYTES)
+            chunks = [self._memory[start : start + CHUNK_BYTES] for start in starts]
+            parts = [chunks[number :: self._num_threads] for number in range(self._num_threads)]
+            threads = [
+                threading.Thread(target=_touch, args=(part, self._taken), daemon=True)
+                for part in parts
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            address = self._memory.ctypes.data
+            with suppress(RuntimeError):  # after a failure, callers allocate through CUDA
+                self._lock(address, len(self._memory))
+                weakref.finalize(self, self._unlock, address)
+                self._is_locked = True
 
 
 def _touch(chunks: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], taken: list[int]) -> None:

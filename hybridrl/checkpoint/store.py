@@ -197,11 +197,6 @@ class CheckpointStore:
         """First entry of `lineage` if this checkpoint is still being written, otherwise None."""
         return None if self._pending is None else self._pending.lineage[0]
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint was begun but is not complete."""
-        return self._pending is not None
-
     def finish_if_written(self) -> Path | None:
         """Calls `finish` if all ranks have written their files; else returns None. Collective."""
         if self._pending is None:
@@ -246,9 +241,14 @@ class CheckpointStore:
         name = f"checkpoint/{pending.number}/{next(pending.attempts)}"
         come_s = min(COME_S, grace_s) if is_after_error else grace_s
         with world.heartbeat.part("completing the checkpoint"):
-            is_written = partial(_has_ended, pending.writing)
-            parts = name, world.size, grace_s, come_s, is_written, world.has_lost
-            outcome = timed_barrier(*parts)
+            outcome = timed_barrier(
+                name,
+                world.size,
+                grace_s,
+                come_s,
+                lambda: not pending.writing.is_alive(),
+                world.has_lost,
+            )
         why = {
             BarrierOutcome.UNREADY: "not all ranks had written their files within "
             f"run.grace_s={grace_s:g}",
@@ -378,7 +378,3 @@ def _check_mtp(saved: bool, current: bool, folder: Path) -> None:
         f"Set train.mtp_coef {'to a number above 0' if saved else 'to 0'}; or convert the "
         "checkpoint with `hybridrl convert --to hf` and start from the result with model.path.",
     )
-
-
-def _has_ended(thread: threading.Thread) -> bool:
-    return not thread.is_alive()

@@ -212,7 +212,7 @@ def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 def give_name(partial: Path, folder: Path) -> None:
     """Flushes a written folder to disk and renames it, in place of an existing checkpoint."""
-    for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
+    for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, partial, *partial.rglob("*/")):
         _make_durable(path)
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
@@ -220,10 +220,6 @@ def give_name(partial: Path, folder: Path) -> None:
     partial.rename(folder)
     _make_durable(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)  # the next checkpoint removes any remains
-
-
-def _folders(root: Path) -> list[Path]:
-    return [root, *(path for path in root.rglob("*") if path.is_dir())]
 
 
 def _make_durable(path: Path) -> None:

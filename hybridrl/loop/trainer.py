@@ -216,7 +216,10 @@ class Trainer:
         self._end_update()
         if self.algorithm.needs.rollouts:
             metrics |= self.reshard()
-        return self._end_step(StepRecord(self.step, scored, batch, metrics))
+        record = StepRecord(self.step, scored, batch, metrics)
+        for observer in self.observers:
+            observer.step_ends(record)
+        return record.metrics
 
     def _begin_step(self) -> None:
         """Begins a step. If the last attempt failed, repeats the same step from its beginning."""
@@ -234,11 +237,6 @@ class Trainer:
         self.sampler.end_step()
         for observer in self.observers:
             observer.weights_changed(self.step)
-
-    def _end_step(self, record: StepRecord) -> dict[str, float]:
-        for observer in self.observers:
-            observer.step_ends(record)
-        return record.metrics
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
         """Returns scored samples for the step's prompts, and metrics. Raises UserError if none has

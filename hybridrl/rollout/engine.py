@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -257,14 +257,8 @@ def request_seed(run_seed: int, step: int, sample_id: int, turn: int = 0) -> int
     return int.from_bytes(digest, "little") >> 1
 
 
-def generate(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
-    on_progress: Callable[[int, int], None] | None = None,
-) -> list[Completion]:
-    """Runs requests on an idle engine until all are finished, and returns their completions in
-    order. Calls `on_progress` with (finished, total) whenever requests finish.
-    """
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Runs requests on an idle engine until all are finished; returns completions in order."""
     if engine.has_unfinished or engine.collect():
         raise RuntimeError(
             "generate() needs an idle engine; collect the responses to earlier requests"
@@ -273,10 +267,7 @@ def generate(
     done: dict[int, Completion] = {}
     while engine.has_unfinished:
         engine.step()
-        finished = engine.collect()
-        done.update((completion.request_id, completion) for completion in finished)
-        if finished and on_progress is not None:
-            on_progress(len(done), len(requests))
+        done |= {completion.request_id: completion for completion in engine.collect()}
     return [done[request.request_id] for request in requests]
 
 

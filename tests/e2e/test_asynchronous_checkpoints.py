@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_a_file_stops_a_run(
         trainer.fit(until=1)
         with files_of_at_most(10_000), pytest.raises(CheckpointError, match="step_2"):
             trainer.fit()
-        assert names(tmp_path) == ["step_1"] and not trainer.store.is_writing  # it stays
+        assert names(tmp_path) == ["step_1"] and trainer.store.unfinished is None  # it stays
         first = trainer.step + 1
         assert first < 4
 
@@ -160,7 +160,7 @@ def test_an_error_does_not_lose_what_is_being_written(
         with pytest.raises(RuntimeError, match="a fault of"):
             trainer.fit()
         said = capsys.readouterr().out
-        assert trainer.store.is_writing is not is_complete
+        assert (trainer.store.unfinished is None) is is_complete
         assert ("step_1, which was being written, is complete" in said) is is_complete
         assert (
             f"had written their files within run.grace_s={grace_s:g}" in said

@@ -69,10 +69,10 @@ def test_what_was_not_written_in_time_is_completed_by_the_next_call(tmp_path: Pa
     ranks[0].has_written.set()
     unready = "is not complete: not all ranks had written their files within run.grace_s=0.3"
     assert end(ranks, (0, 0), is_after_error=True) == [unready] * 2
-    assert all(rank.store.is_writing for rank in ranks)
+    assert all(rank.store.unfinished for rank in ranks)
     ranks[1].has_written.set()
     assert end(ranks, (0, 0)) == [COMPLETE] * 2
-    assert not any(rank.store.is_writing for rank in ranks)
+    assert not any(rank.store.unfinished for rank in ranks)
 
 
 def test_a_rank_that_comes_late_is_waited_for_but_after_an_error(tmp_path: Path) -> None:

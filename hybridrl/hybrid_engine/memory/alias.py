@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `hybridrl plan` needs only `shared_names`, and importing to
     from hybridrl.models.sources import TrainingShard
 
 # Suffixes of engine parameters that generation does not read itself: it reads copies of them
-# (rollout/common/latent_copies.py).
+# (rollout/common/weight_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
 """Regions of a local tensor: (HF name, rectangle in the HF tensor, rectangle in the local tensor).

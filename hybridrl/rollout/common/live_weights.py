@@ -55,7 +55,7 @@ def share(
     wide: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Replaces engine parameters by views of trainer parameters with the same content, except those
-    in `wide` (wide_routers.py). Returns all views by name in the layout; a stack of experts is one
+    in `wide` (WideRouters). Returns all views by name in the layout; a stack of experts is one
     view.
     """
     if shard is None:

@@ -34,7 +34,7 @@ def check_parameters(
     layout: RankLayout, live: Mapping[str, Tensor], engine: str, wide: Collection[str] = ()
 ) -> None:
     """Raises ModelError unless an engine has exactly the layout's parameters, all of one dtype
-    except those kept in fp32 (`wide`: wide_routers.py), FP8 weights and their scales.
+    except those kept in fp32 (`wide`: WideRouters), FP8 weights and their scales.
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)

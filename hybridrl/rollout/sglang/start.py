@@ -148,12 +148,16 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
         why = "SGLang would store weights in a layout that training does not write"
         say(f"hybridrl: ignoring environment variables {', '.join(hidden)}: {why}")
+
+    def keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        return model_config
+
     with (
         keep_generators(inputs.device, everywhere=True),
         _kept_threads(),
         _groups_of(inputs.layout, inputs.settings.timeout_s),
         # On CPU, SGLang would pad the model's sizes for AMX.
-        replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", _keep_config),
+        replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", keep_config),
         # Disables the broadcast of seeds: all ranks have the same seed, and a replica without rank
         # 0 would wait for the wrong sender.
         replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data),
@@ -175,9 +179,11 @@ def _attention() -> dict[str, str]:
 
 
 def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
+    from sglang.srt.runtime_context import get_resources
     from sglang.srt.server_args import ServerArgs
 
-    _forget_places_of_experts()
+    # SGLang assumes a single engine per process.
+    get_resources().expert_location_metadata = None
     layout, settings = inputs.layout, inputs.settings
     _, tp_rank = layout.place(inputs.rank)
     ep_rank = tp_rank // (layout.tp // settings.ep)
@@ -199,13 +205,6 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
     with active():
         scheduler.prepare_turns()
     return scheduler
-
-
-def _forget_places_of_experts() -> None:
-    """Resets SGLang's expert locations, because SGLang assumes a single engine per process."""
-    from sglang.srt.runtime_context import get_resources
-
-    get_resources().expert_location_metadata = None
 
 
 def stop(engine: LiveEngine) -> None:
@@ -322,10 +321,6 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
     with replaced(DummyModelLoader, "load_model", load_and_prepare):
         yield
-
-
-def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    return model_config
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ never split keys. The bits of a token then depend only on its sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,17 +54,13 @@ def compute_exactly(model: torch.nn.Module) -> None:
             part._apply_head = logits
         elif isinstance(part, Attention):
             part.impl.forward = partial(_attend_by_tokens, part.impl.forward)
-        elif not isinstance(part, VocabParallelEmbedding) and any(_own(part)):
+        elif not isinstance(part, VocabParallelEmbedding) and [*part.parameters(recurse=False)]:
             raise ModelError(
                 "numerics.match",
                 "exact",
                 f"close with vLLM's {type(part).__name__} ({name})",
                 "Set numerics.match=close.",
             )
-
-
-def _own(part: torch.nn.Module) -> Iterator[bool]:
-    return (True for _ in part.parameters(recurse=False))
 
 
 def linear(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
