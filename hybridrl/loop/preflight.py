@@ -5,8 +5,7 @@ Collects all violations into one ConfigError. Writes only a record of data files
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -27,23 +26,17 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.config.generation import declared_end_tokens, on_policy_rules, with_generation_config
 from hybridrl.config.identity import check_run_folder, run_folder
-from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
 from hybridrl.config.rules_placement import placed
-from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
+from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
-from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
+from hybridrl.config.teacher import read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
-from hybridrl.config.wrapped_models import has_images
-from hybridrl.data.evaluation_sets import set_rows
-from hybridrl.data.feedback import checked, label_columns
-from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
-from hybridrl.data.prompt_store import unless_checked
-from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
-from hybridrl.errors import MISSING, ConfigError, DataError, UserError
+from hybridrl.errors import MISSING, ConfigError, UserError
+from hybridrl.loop.row_checks import RowChecks, errors_of, set_errors
 from hybridrl.loop.versions import megatron_fault
 from hybridrl.models.adapters.base_reference import base_directory
 from hybridrl.models.families.by_length import at_length
@@ -55,7 +48,7 @@ from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
+from hybridrl.rewards.functions import check_rewards
 from hybridrl.rollout.model_rules import (
     cpu_rules,
     policy_rules,
@@ -124,23 +117,23 @@ def validate_training(
     the numbers of ranks on several hosts; if empty, `local_machines` determines them.
     """
     found = _common(config, world_size, slots=slots)
-    data, scored = config.data, _scored(config)
+    data, rows = config.data, RowChecks.of(config)
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
     else:
-        found += _rows(data, data.prompts, config.algorithm.needs, scored)
+        found += rows.training(data, data.prompts, config.algorithm.needs)
     for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
         else:
-            of_term = _Scored(reads_images=scored.reads_images)
-            found += _rows(term.data, paths, term.algorithm.needs, of_term)
+            of_term = RowChecks(reads_images=rows.reads_images)
+            found += of_term.training(term.data, paths, term.algorithm.needs)
     if data.validation is not None:
-        found += _rows(data, data.validation, config.algorithm.needs, scored)
+        found += rows.training(data, data.validation, config.algorithm.needs)
     if data.eval_prompts is not None:
-        found += _files(data, data.eval_prompts, scored)
-    _raise_all([*found, *_sets(config), *_trackers(config)])
+        found += rows.prompts(data, data.eval_prompts)
+    _raise_all([*found, *set_errors(config), *_trackers(config)])
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
     if config.checkpoint.export_hf:
@@ -167,17 +160,17 @@ def validate_evaluation(
     if prompts:
         config = config.with_eval_prompts(prompts)
     found = without_training(_common(config, world_size, has_teacher=False))
-    data, needs, scored = config.data, config.algorithm.needs, _scored(config)
+    data, needs, rows = config.data, config.algorithm.needs, RowChecks.of(config)
     if data.eval_prompts:
-        found += _files(data, data.eval_prompts, scored)
+        found += rows.prompts(data, data.eval_prompts)
     if data.validation:
-        found += _rows(data, data.validation, needs, scored)
+        found += rows.training(data, data.validation, needs)
     if data.eval_share and data.prompts:
-        found += _rows(data, data.prompts, needs, scored)
+        found += rows.training(data, data.prompts, needs)
     elif not (data.eval_prompts or data.validation or config.eval.sets):
         key = "data.eval_prompts, data.validation or eval.sets"
         found.append(_no_file(key, "eval", "Give a file with --prompts FILE, or set one of them."))
-    _raise_all([*found, *_sets(config)])
+    _raise_all([*found, *set_errors(config)])
     if checkpoint is not None:
         check_run_folder(config, trains=False)
         open_checkpoint(checkpoint)
@@ -294,7 +287,7 @@ def _common(
                 at_length(content, config.longest_sequence())
             except UserError as error:
                 found.append(error)
-    found += _errors_of(check_tokenizer_files, config.model)
+    found += errors_of(check_tokenizer_files, config.model)
     if (fault := megatron_fault()) is not None:
         found.append(fault)
     return [*found, *_engine(config, hf_config), *_own_code(config)]
@@ -388,136 +381,6 @@ def _trackers(config: Config) -> Iterator[UserError]:
             yield UserError(
                 f"log.{package}", name, f"null, because {package} is not installed", remedy
             )
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """Conditions that rows must meet so that responses to them can be scored.
-
-    `check` checks one row. None if `reward.on_error` scores bad rows, which then do not stop the
-    run, or if the rewards themselves are invalid.
-    """
-
-    columns: Sequence[str] = ()
-    check: RowCheck | None = None
-    reads_images: bool = False
-
-    @staticmethod
-    def by(reward: RewardConfig, data: DataConfig, reads_images: bool) -> _Scored:
-        has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
-        is_checked = reward.on_error == "stop" and not check_rewards(reward)
-        columns = [data.answer_key] if has_answers else []
-        return _Scored(columns, RowCheck(reward) if is_checked else None, reads_images)
-
-    def identity(self) -> list[object]:
-        """Returns the values that decide which rows are valid, in a form that JSON can store."""
-        found = [list(self.columns), [] if self.check is None else self.check.identity()]
-        return [*found, "images"] if self.reads_images else found
-
-
-def _scored(config: Config) -> _Scored:
-    images = reads_images(config.model)
-    if is_scored(config):
-        return _Scored.by(config.reward, config.data, images)
-    return _Scored(reads_images=images)
-
-
-def reads_images(model: ModelConfig) -> bool:
-    """Whether a model reads images; False if its config.json is unusable."""
-    try:
-        return has_images(read_model_config(model))
-    except UserError:
-        return False
-
-
-def _rows(
-    data: DataConfig, paths: Sequence[str], needs: Needs | None, scored: _Scored
-) -> list[UserError]:
-    """Checks training rows. If the algorithm is a user's class, only prompts are checked."""
-    if needs is None or needs.rollouts:
-        return _files(data, paths, scored)
-    feedback = needs.feedback
-    kind, columns = kind_of(feedback, has_responses=True), label_columns(data, feedback)
-    images = scored.reads_images
-    return unless_checked(
-        data,
-        paths,
-        [kind, columns, *["images"] * images],
-        lambda: [*_responses(data, paths, kind, columns, feedback, images)],
-    )
-
-
-def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
-    return unless_checked(
-        data,
-        paths,
-        ["prompts", *scored.identity()],
-        lambda: [
-            *_each_file(data, paths, "prompts", scored.columns, scored.check, scored.reads_images)
-        ],
-    )
-
-
-def _sets(config: Config) -> Iterator[UserError]:
-    for name, section in config.eval.sets.items():
-        for error in check_rewards(section.scored_by):
-            key = error.name.replace("reward", f"eval.sets.{name}.scorer", 1)
-            yield UserError(key, error.value, error.allowed, error.remedy)
-        function = section.scored_by.function
-        try:
-            rows = set_rows(section, config.data, reads_images(config.model))
-            for number, row in enumerate(rows, 1):
-                if function in NEEDS_ANSWER and "answer" not in row:
-                    yield DataError(
-                        f"eval.sets.{name}.path",
-                        f"no answer in row {number}",
-                        f"an answer in every row, for {function}",
-                        "Set data.answer_key to the answers' column, or choose another scorer.",
-                    )
-                    break
-        except UserError as error:
-            yield error
-
-
-def _each_file(
-    data: DataConfig,
-    paths: Sequence[str],
-    kind: Kind,
-    required: Sequence[str],
-    check: RowCheck | None = None,
-    reads_images: bool = False,
-) -> Iterator[UserError]:
-    for path in paths:
-        yield from _errors_of(validate_file, path, data, kind, required, check, reads_images)
-
-
-def _responses(
-    data: DataConfig,
-    paths: Sequence[str],
-    kind: Kind,
-    required: Sequence[str],
-    feedback: Feedback | None,
-    reads_images: bool,
-) -> Iterator[UserError]:
-    files = list(_each_file(data, paths, kind, required, reads_images=reads_images))
-    yield from files
-    if not files and feedback is not None:
-        bad, good = BadRows(data.on_bad_row), set[int]()
-        try:
-            rows = formed_rows(paths, data, kind, required, bad, reads_images)
-            for row in checked(rows, data, feedback, bad):
-                good.add(row.source)
-            bad.check(good)
-        except UserError as error:
-            yield error
-
-
-def _errors_of(check: Callable[..., object], *arguments: object) -> list[UserError]:
-    try:
-        check(*arguments)
-    except UserError as error:
-        return [error]
-    return []
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:

@@ -19,7 +19,7 @@ from hybridrl.data.forms import validate_file
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
 from hybridrl.errors import DataError
-from hybridrl.loop import preflight as validate
+from hybridrl.loop.row_checks import RowChecks
 
 GOOD = {"prompt": "1+1=", "response": "2"}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -173,7 +173,7 @@ def test_bad_pairs_and_labels_are_dropped(
     needs = Needs(rollouts=False, feedback=feedback)
     for how, num in (("drop", 0), ("stop", 1)):
         config = DataConfig(prompts=(path,), on_bad_row=how)
-        errors = validate._rows(config, [path], needs, validate._Scored())
+        errors = RowChecks().training(config, [path], needs)
         assert len(errors) == num and all(said in str(error) for error in errors)
 
 

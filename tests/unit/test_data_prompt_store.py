@@ -30,6 +30,7 @@ from hybridrl.data.prompts import PromptSource, Reading, in_memory
 from hybridrl.data.sets import source_identity
 from hybridrl.errors import DataError, UserError
 from hybridrl.loop import preflight as validate
+from hybridrl.loop.row_checks import RowChecks
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 CHARACTERS = [chr(c) for c in range(32, 127)]
@@ -343,7 +344,7 @@ def num_read(monkeypatch) -> list[object]:
 
 def judge(*paths: str, needs: Needs = NEEDS["prompts"], answer=(), **keys) -> list[UserError]:
     config = DataConfig(prompts=paths, **{"on_bad_row": "stop", **keys})
-    return list(validate._rows(config, paths, needs, validate._Scored(answer)))
+    return RowChecks(answer).training(config, paths, needs)
 
 
 def test_rows_are_checked_once_for_each_content_and_what_is_looked_for(
