@@ -57,7 +57,7 @@ from types import MappingProxyType
 from typing import Any
 
 from case_name import parse_case, with_num_layers
-from case_record import PROGRESS, READY, TURN, commit
+from case_record import PROGRESS, READY, TURN, commit, stacks_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
@@ -187,7 +187,12 @@ def is_ready(folder: Path) -> bool:
     return found.is_file() and READY in json.loads(found.read_text()).get("seconds", {})
 
 
-def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def launch(
+    job: Mapping[str, Any],
+    folder: str,
+    script: str = __file__,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Runs one case under torchrun; returns what it measured, with an error if it did not end.
 
     Args:
@@ -200,28 +205,34 @@ def launch(job: Mapping[str, Any], folder: str) -> dict[str, Any]:
         case_file.write_text(json.dumps(job))
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command += [f"--nproc-per-node={job['world']}", __file__, "--case-file", str(case_file)]
+        command += [f"--nproc-per-node={job['world']}", script, "--case-file", str(case_file)]
         began = time.monotonic()
-        turn = Path(job["turn"]) if job["turn"] else None
-        code, tail = run_showing_progress(command, job["limit_s"], turn=turn)
+        turn = Path(job["turn"]) if job.get("turn") else None
+        code, tail = run_showing_progress(command, job["limit_s"], environment, turn)
         seconds = time.monotonic() - began
         result = json.loads(result_file.read_text()) if result_file.is_file() else {}
+        stacks = stacks_of(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     ending = f"exit {code} after {seconds:.0f} s"
-    print(f"{PROGRESS} {job['case']} ({job['kind']}): {ending}", flush=True)
-    found = {"case": job["case"], "kind": job["kind"], "world": job["world"], **result}
+    named = {key: job[key] for key in ("case", "kind", "world") if key in job}
+    print(f"{PROGRESS} {' '.join(map(str, named.values()))} GPUs: {ending}", flush=True)
+    found = {**named, **result}
     found["whole_case_s"] = round(seconds, 1)
     if not found.pop("is_complete", False):
         print("\n".join(tail), flush=True)
         found |= {"error": ending, "output": "\n".join(tail)[-4000:]}
+        for rank, stack in stacks.items():
+            print(f"rank {rank} shortly before the limit:\n{stack}", flush=True)
+        if stacks:
+            found["stacks"] = stacks
     return found
 
 
 def run_showing_progress(
     command: Sequence[str],
     limit_s: float,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
     turn: Path | None = None,
 ) -> tuple[int, list[str]]:
     """Runs a command, showing its lines of progress; returns its status and its last lines.

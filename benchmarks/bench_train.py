@@ -31,16 +31,15 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_reshard_gpu import ROOT, check_gpus, run_showing_progress
-from case_name import parse_case, with_num_layers
-from case_record import PROGRESS, command_of, commit, stacks_of
+from bench_reshard_gpu import ROOT, check_gpus, launch
+from case_name import parse_case
+from case_record import command_of, commit
 
 
 def main() -> int:
@@ -147,7 +146,9 @@ def run_jobs(
         report["at_once"] = at_once
     with ThreadPoolExecutor(at_once) as pool:
         in_turn = pool.map if at_once > 1 else map
-        for job, found in zip(jobs, in_turn(partial(launch, script=script), jobs), strict=True):
+        for job, found in zip(
+            jobs, in_turn(partial(launch_case, script=script), jobs), strict=True
+        ):
             report["cases"].append(found)
             out.write_text(json.dumps(report, indent=1) + "\n")
             Path(job["partial"]).unlink(missing_ok=True)
@@ -161,37 +162,11 @@ def run_jobs(
     return 1 if failed else 0
 
 
-def launch(job: Mapping[str, Any], script: str) -> dict[str, Any]:
-    """Runs one case under torchrun; returns what it measured, with an error if it did not end."""
-    with tempfile.TemporaryDirectory() as folder:
-        case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
-        model = with_num_layers(job["model"], job["num_layers"], folder)
-        job = {**job, "model": model, "folder": folder}
-        case_file.write_text(json.dumps({**job, "launched_at": time.time()}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command += [f"--nproc-per-node={job['world']}", script, "--case-file", str(case_file)]
-        # Before CUDA starts, which importing in advance may do; as platform.start_kernels_in_order.
-        is_cut = max(job["train"].get("tp", 1), job["train"].get("cp", 1)) > 1
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_cut else {}
-        began = time.monotonic()
-        turn = Path(job["turn"]) if job.get("turn") else None
-        code, tail = run_showing_progress(command, job["limit_s"], environment, turn)
-        seconds = time.monotonic() - began
-        result = json.loads(result_file.read_text()) if result_file.is_file() else {}
-        stacks = stacks_of(folder)
-    ending = f"exit {code} after {seconds:.0f} s"
-    print(f"{PROGRESS} {job['case']}: {ending}", flush=True)
-    found = {"case": job["case"], "world": job["world"], **result}
-    found["whole_case_s"] = round(seconds, 1)
-    if not found.pop("is_complete", False):
-        print("\n".join(tail), flush=True)
-        found |= {"error": ending, "output": "\n".join(tail)[-4000:]}
-        for rank, stack in stacks.items():
-            print(f"rank {rank} shortly before the limit:\n{stack}", flush=True)
-        if stacks:
-            found["stacks"] = stacks
-    return found
+def launch_case(job: Mapping[str, Any], script: str) -> dict[str, Any]:
+    # Before CUDA starts, which importing in advance may do; as platform.start_kernels_in_order.
+    is_cut = max(job["train"].get("tp", 1), job["train"].get("cp", 1)) > 1
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_cut else {}
+    return launch(job, tempfile.mkdtemp(), script, environment)
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+QUICKSTART = Path(__file__).parents[1] / "quickstart" / "model" / "config.json"
 SPECIAL_TOKENS = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="
 NUM_STEPS = 3
@@ -82,9 +83,7 @@ def write_model(
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     num_heads = hidden_size // HEAD_DIM
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    config = json.loads(QUICKSTART.read_text()) | {
         "vocab_size": len(vocab),
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
@@ -92,14 +91,7 @@ def write_model(
         "num_key_value_heads": num_heads // 3 if num_heads % 3 == 0 else num_heads,
         "head_dim": HEAD_DIM,
         "intermediate_size": hidden_size * 8 // 3,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "max_position_embeddings": 128,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
         "pad_token_id": vocab["<pad>"],
         "eos_token_id": vocab["<eos>"],
     }

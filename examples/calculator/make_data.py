@@ -48,24 +48,11 @@ def write_model(directory: Path) -> None:
     """Writes the config.json of a Qwen3 with 0.2 M parameters, and a character-level tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    config = json.loads((HERE.parent / "quickstart" / "model" / "config.json").read_text()) | {
         "vocab_size": len(vocab),
         "hidden_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "intermediate_size": 256,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 64,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
         "pad_token_id": vocab["<pad>"],
         "eos_token_id": vocab["<eos>"],
     }

@@ -74,8 +74,6 @@ class Asked:
     Args:
         conversation, tokens: Messages and tools, or the token ids that the client sent instead.
         stop_token_ids: Tokens that end the turn, in addition to the run's.
-        sampling: Parameters that replace those of the run.
-        reads_calls: Whether to read tool calls in the turn's text.
         wants_logprobs, wants_tokens, wants_usage: Whether the answer has log-probabilities, token
             ids, and a last event with the number of tokens.
     """
@@ -101,8 +99,6 @@ class Answer:
     Args:
         number: Name that is unique among answers, without the prefix of an API.
         created_s: Time at which the turn finished, in seconds since 1970.
-        calls: Tool calls in OpenAI's form, with arguments as objects.
-        finish: Why the turn ended: STOP, LENGTH or TOOL_CALLS.
         stop_string: Stop string that ended the turn, if any.
         token_texts: Text of each sampled token; empty unless log-probabilities are wanted.
     """
@@ -123,9 +119,7 @@ class Answer:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens that the model received; not stored, because answers are kept for repeated
-        requests.
-        """
+        """Input of the model; not stored, because answers are kept for repeated requests."""
         return self.turn.tokens()[: self.num_prompt]
 
     @property
@@ -249,9 +243,7 @@ def template_arguments(body: Mapping[str, Any], effort: Any = None) -> dict[str,
 
 
 def text_of(content: Any, where: str) -> str:
-    """Returns the text of a message's content, a text or a list of parts. Raises BadRequest for
-    others.
-    """
+    """Returns the text of a content, a text or a list of parts. Raises BadRequest for others."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -299,9 +291,7 @@ def _tool(tool: Any, place: int) -> dict[str, Any]:
 
 
 def reads_calls(body: Mapping[str, Any], choice: Any) -> bool:
-    """Whether a request offers tools that the model may call. Raises BadRequest if it forces a
-    call.
-    """
+    """Whether the model may call tools. Raises BadRequest if the request forces a call."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
         raise refused("tool_choice", choice, "auto or none")

@@ -34,7 +34,6 @@ class TurnRequest:
 
     Args:
         request_id: Number that is unique among the requests of a backend.
-        session_id: Public name of the session, for logs; not its secret token.
         sample_key: Number that `Sessions.open` received for the session.
         turn: Number of turns that the session requested earlier; with `sample_key`, it determines
             the seed.
@@ -64,9 +63,7 @@ class SamplingTerms:
         max_context: Maximum number of tokens in a prompt and its completion.
         may_differ: Whether clients may choose another temperature and top_p. False in training,
             which needs samples of the run's own distribution.
-        takes_stop_strings: Whether the engine ends turns at strings.
         lowest_temperature: Lowest temperature that the engine supports, apart from 0.
-        max_stop_tokens: Maximum number of stop tokens that a client may add; None means no limit.
     """
 
     temperature: float
@@ -165,9 +162,7 @@ class TurnQueue:
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for changes or `wake` since the last `take`. Returns False after `timeout_s`
-        without.
-        """
+        """Waits for changes or `wake` since the last `take`; False after `timeout_s` without."""
         with self._arrived:
             return self._arrived.wait_for(
                 lambda: bool(self._new or self._aborted or self._is_woken), timeout_s

@@ -63,7 +63,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: Tokenizer with a chat template; used from one thread only.
-        arguments: Arguments of the template that the configuration sets.
     """
 
     def __init__(
@@ -223,9 +222,7 @@ class ChatTemplate:
         return len(text.rstrip())
 
     def _harmless(self, value: Any) -> Any:
-        """Returns a copy with a space inserted into each control token, so that the output of a
-        tool cannot begin a message with another role.
-        """
+        """Spaces out control tokens: a tool's output must not begin another role's message."""
         if isinstance(value, str):
             if self._has_control_start(value) is None:
                 return value
@@ -257,7 +254,6 @@ class ChatTemplate:
             ) from error
 
     def _needs_text_arguments(self) -> bool:
-        """Whether the template renders arguments of tool calls correctly only as JSON text."""
         for arguments in ({"probe": True}, '{"probe": true}'):
             try:
                 text = self._raw([_user(), _calling(arguments), _result()])
@@ -268,9 +264,7 @@ class ChatTemplate:
         return False
 
     def _keeps_late_system(self) -> bool:
-        """Whether the template renders a system message where it is. Some reject it, and some move
-        it to the beginning.
-        """
+        """Whether a system message stays in its place; some templates reject or move it."""
         turn, late = (
             {"role": ASSISTANT, "content": self._mark},
             {"role": SYSTEM, "content": "probe"},

@@ -35,9 +35,7 @@ def check_package() -> list[UserError]:
 
 
 def find_picker(agent: AgentConfig) -> Picker:
-    """Returns the function that chooses the rows of a session. Raises UserError if it does not
-    exist.
-    """
+    """Returns the function for `agent.rows`. Raises UserError if it does not exist."""
     if agent.rows in PICKERS:
         return PICKERS[agent.rows]
     picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")

@@ -58,18 +58,14 @@ class ContextOverflow(BadRequest):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders; tools are in OpenAI's form, arguments those that the client
-    set.
-    """
+    """What a chat template renders; tools are in OpenAI's form, arguments the client's."""
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def sharing(self, earlier: Conversation) -> Conversation:
-        """Returns an equal conversation with the objects of an earlier one where they are equal,
-        because each request repeats the whole conversation and would cost memory again.
-        """
+        """Returns an equal conversation with an earlier one's objects, to save memory."""
         pairs = zip(self.messages, earlier.messages, strict=False)
         same = tuple(old if old == new else new for new, old in pairs)
         messages = same + self.messages[len(same) :]
@@ -77,9 +73,7 @@ class Conversation:
         return Conversation(messages, tools, self.arguments)
 
     def digests(self) -> list[bytes]:
-        """Returns digests of the beginnings of the conversation: of no message, of the first
-        message, and so on. All depend on the tools and template arguments.
-        """
+        """Returns digests of the first 0, 1, ... messages, with tools and arguments."""
         found = [_digest(b"", _json_text([self.tools, self.arguments]))]
         for message in self.messages:
             found.append(next_digest(found[-1], message))

@@ -49,13 +49,10 @@ class Endpoint:
 
     Args:
         tokenizer: Tokenizer of the model; the endpoint uses a copy.
-        vocab_size: Number of tokens of the model.
         port: Port; 0 for any free port.
         reader: Reads reasoning and tool calls; by default the reader for the chat template.
-        model: Name of the model for clients that ask.
         allowed_hosts: Further names that clients may use for this host.
         more_routes: Further routes, which check their own tokens.
-        max_body_bytes: Maximum size of a request.
         keep_alive_s: Seconds between signs of life in a stream that waits.
         grace_s: Seconds after which a turn is aborted if no client waits for it.
 
@@ -207,9 +204,7 @@ class Endpoint:
         return self._dialects.get(request.path, self._dialects["/v1/chat/completions"])
 
     def _check_host(self, request: web.Request) -> None:
-        """Refuses unknown names. Addresses are allowed, because a web page can reach another host's
-        endpoint only through a name.
-        """
+        """Refuses unknown names: a web page reaches another host's endpoint only by name."""
         name = host_name(request.headers.get("Host", ""))
         if name in self._names:
             return

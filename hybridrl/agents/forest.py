@@ -28,11 +28,8 @@ class Turn:
         num_shared: Number of tokens at the beginning of the parent's path that are the beginning of
             this turn's input.
         context: Tokens of the input after those.
-        digest: Digest of the conversation up to and including the turn.
         message, request: The turn as the client received it, and what the client sent. They and
             `digest` are None if it sent token ids.
-        text: Sampled text, with reasoning and tool calls.
-        is_delivered: Whether a client received the turn.
     """
 
     number: int
@@ -74,7 +71,6 @@ class Prepared:
     """A turn that is ready to be sampled.
 
     Args:
-        tokens: Input of the engine.
         parent, num_shared, request: See `Turn`.
         digest: Digest of the conversation before the turn; None if the client sent token ids.
         max_new_tokens: Maximum number of tokens that the budgets and the context leave.

@@ -28,9 +28,7 @@ LOG: contextvars.ContextVar[str | None] = contextvars.ContextVar("LOG", default=
 
 
 class _Output:
-    """Appends text to the log of the call that writes it; other text goes to `other`. Errors are
-    ignored, because printing must not fail a call.
-    """
+    """Appends text to its call's log, else to `other`. Ignores errors: printing fails no call."""
 
     def __init__(self, other: TextIO) -> None:
         self._other = other

@@ -54,10 +54,7 @@ class FunctionRunner:
     """Calls a function for each episode.
 
     Args:
-        path: Function `package.module:name`.
         python: Interpreter of the environment in which the function runs; None for this one.
-        options: Keyword arguments of the function.
-        workers: Number of processes.
         timeout_s: Time limit of one episode, in seconds of `clocks`, which stand still while agents
             cannot get answers.
     """
@@ -105,8 +102,6 @@ class FunctionRunner:
 
 
 class _Worker:
-    """One worker process, which is started when it is needed."""
-
     def __init__(
         self,
         path: str,

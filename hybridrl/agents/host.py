@@ -63,10 +63,8 @@ class Finished:
     """An episode that ended.
 
     Args:
-        reward: Reward that the agent reported, if any.
         failure: What the agent did wrong, and what is allowed; None if nothing went wrong.
         limit: Limit of turns or tokens that the agent reached, if any.
-        seconds: Duration of the episode.
     """
 
     key: int
@@ -83,19 +81,11 @@ class _Running:
     began: float
     assignment: Assignment
 
-    @property
-    def is_evaluation(self) -> bool:
-        return self.assignment.is_evaluation
-
 
 class AgentHost:
     """Runs agents.
 
     Args:
-        queue: Turns that wait for the engine.
-        model: Name of the model, which programs send with requests.
-        budgets: Limits of each session.
-        picker: Chooses the rows of each session.
         concurrency: Maximum number of programs at the same time. Programs of training and of
             evaluations are counted separately, because programs of training cannot continue while
             an evaluation uses the engine.
@@ -121,8 +111,8 @@ class AgentHost:
         self._budgets, self._picker, self._concurrency = budgets, picker, concurrency
         self._status_file, self._status_at = status_file, 0.0
         self._lock = threading.Lock()
-        self._waiting: deque[Assignment] = deque()  # of training
-        self._waiting_evaluation: deque[Assignment] = deque()
+        # By whether they are of evaluations, which go first.
+        self._waiting: dict[bool, deque[Assignment]] = {True: deque(), False: deque()}
         self._running: dict[int, _Running] = {}
         self._finished: list[Finished] = []
         self._error: Exception | None = None
@@ -131,13 +121,13 @@ class AgentHost:
     def begin(self, assignment: Assignment) -> None:
         """Starts an episode as soon as the number of running programs permits it."""
         with self._lock:
-            self._waiting_of(assignment).append(assignment)
+            self._waiting[assignment.is_evaluation].append(assignment)
         self._fill()
 
     def end(self, key: int) -> None:
         """Ends an episode whose result is not needed."""
         with self._lock:
-            for waiting in (self._waiting, self._waiting_evaluation):
+            for waiting in self._waiting.values():
                 for one in [one for one in waiting if one.key == key]:
                     waiting.remove(one)
             running = self._running.pop(key, None)
@@ -196,9 +186,7 @@ class AgentHost:
         self._clocks.wake(is_evaluation)
 
     def versions(self, keys: Collection[int]) -> dict[int, Counter[int]]:
-        """Returns how many tokens of the episodes' finished turns each version of the weights
-        sampled.
-        """
+        """Returns how many tokens of the episodes' turns each version of the weights sampled."""
         with self._lock:
             sessions = {key: one.session for key, one in self._running.items() if key in keys}
         found: dict[int, Counter[int]] = {}
@@ -212,8 +200,8 @@ class AgentHost:
     def close(self) -> None:
         """Ends all programs and the endpoint."""
         with self._lock:
-            self._waiting.clear()
-            self._waiting_evaluation.clear()
+            for waiting in self._waiting.values():
+                waiting.clear()
             running, self._running = list(self._running.values()), {}
         self._queue.close("The run has ended.")
         try:
@@ -247,18 +235,11 @@ class AgentHost:
             )
             self._runner.start(task, partial(self._on_end, one.key))
 
-    def _waiting_of(self, assignment: Assignment) -> deque[Assignment]:
-        return self._waiting_evaluation if assignment.is_evaluation else self._waiting
-
     def _next(self) -> Assignment | None:
         """Removes and returns the next episode that may start; the caller holds the lock."""
-        num_evaluating = sum(one.is_evaluation for one in self._running.values())
-        num_training = len(self._running) - num_evaluating
-        for waiting, num_running in (
-            (self._waiting_evaluation, num_evaluating),
-            (self._waiting, num_training),
-        ):
-            if waiting and num_running < self._concurrency:
+        num_running = Counter(one.assignment.is_evaluation for one in self._running.values())
+        for is_evaluation, waiting in self._waiting.items():
+            if waiting and num_running[is_evaluation] < self._concurrency:
                 return waiting.popleft()
         return None
 
@@ -268,7 +249,8 @@ class AgentHost:
             if running is None:  # `end` was called in the meantime
                 return
             if report.begins_again:
-                self._waiting_of(running.assignment).appendleft(running.assignment)
+                one = running.assignment
+                self._waiting[one.is_evaluation].appendleft(one)
         if report.begins_again:
             self._sessions.close(running.session)
         else:
@@ -284,7 +266,7 @@ class AgentHost:
         # Programs usually end with an error if a request is refused because of a limit. The policy
         # caused this, not the program.
         failure = None if limit is not None else report.failure
-        seconds = self._clocks.of(running.is_evaluation).now() - running.began
+        seconds = self._clocks.of(running.assignment.is_evaluation).now() - running.began
         try:
             result = self._sessions.close(session, self._picker)
         except Exception as error:  # the user's picker may raise anything
@@ -297,7 +279,6 @@ class AgentHost:
             self._num_failed += failure is not None
 
     def _note(self, error: Exception) -> None:
-        """Keeps an error of another thread for `take_finished`."""
         with self._lock:
             self._error = self._error or error
 
@@ -308,7 +289,7 @@ class AgentHost:
         with self._lock:
             status = {
                 "running": len(self._running),
-                "waiting": len(self._waiting) + len(self._waiting_evaluation),
+                "waiting": sum(map(len, self._waiting.values())),
                 "turns": self._queue.num_unfinished,
                 "ended": self._num_ended,
                 "failed": self._num_failed,

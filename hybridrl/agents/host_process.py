@@ -65,7 +65,7 @@ class CannotMove(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a method of the host; with a number if the rank waits for its answer."""
+    """A call of the host's method; with a number if the rank waits for its answer."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -140,7 +140,6 @@ class _Link:
 
     @contextmanager
     def _transfer(self) -> Iterator[None]:
-        """Context manager that keeps why the connection is broken."""
         if self._fault is not None:
             raise RuntimeError(self._fault)
         try:

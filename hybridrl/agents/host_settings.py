@@ -34,8 +34,6 @@ class HostSettings:
 
     Args:
         tokenizer: Tokenizer of the model. No thread outside of the endpoint may use it.
-        ends: Tokens that end a turn.
-        max_row_tokens: Maximum number of tokens in a conversation.
         rank: Rank whose engine samples the turns.
         part, num_parts: Number of this process among the processes that divide the replica's
             programs, and their number.

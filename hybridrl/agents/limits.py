@@ -15,10 +15,6 @@ TURN_BUDGET, TOKEN_BUDGET = "turn_budget_exhausted", "token_budget_exhausted"
 class Limits:
     """Admits turns while the limits of a session allow it. Not for several threads at the same
     time.
-
-    Attributes:
-        max_context: Maximum number of tokens in a prompt and its turn.
-        reached: First limit because of which a turn was refused, if any.
     """
 
     def __init__(self, budgets: Budgets, max_context: int) -> None:

@@ -35,10 +35,23 @@ from hybridrl.agents.conversation import (
 from hybridrl.agents.samples import Message
 
 
-class ChatCompletions:
-    """`POST /v1/chat/completions`."""
+class OpenAiErrors:
+    """Errors and signs of life of OpenAI's APIs."""
 
     keep_alive = ": keep-alive\n\n"
+
+    def error(self, error: BadRequest) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        kind = kinds.get(error.status, "server_error" if error.status >= 500 else None)
+        found = {"message": error.message, "type": kind or "invalid_request_error"}
+        return {"error": found | {"param": error.field, "code": error.code}}
+
+    def error_event(self, error: BadRequest) -> str:
+        return event(json.dumps(self.error(error)))
+
+
+class ChatCompletions(OpenAiErrors):
+    """`POST /v1/chat/completions`."""
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
         calls = reads_calls(body, body.get("tool_choice"))
@@ -103,19 +116,6 @@ class ChatCompletions:
             yield event(json.dumps({**head, "choices": [], "usage": _usage(answer)}))
         yield event("[DONE]")
 
-    def error(self, error: BadRequest) -> dict[str, Any]:
-        return openai_error(error)
-
-    def error_event(self, error: BadRequest) -> str:
-        return event(json.dumps(openai_error(error)))
-
-
-def openai_error(error: BadRequest) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(error.status, "server_error" if error.status >= 500 else None)
-    found = {"message": error.message, "type": kind or "invalid_request_error"}
-    return {"error": found | {"param": error.field, "code": error.code}}
-
 
 def _messages(given: Any) -> Iterator[Message]:
     if not isinstance(given, list) or not given:
@@ -156,7 +156,6 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a call as clients receive it, with its arguments as JSON text."""
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {"name": function["name"], "arguments": text}}

@@ -34,17 +34,15 @@ from hybridrl.agents.conversation import (
     assistant,
     tool_call,
 )
-from hybridrl.agents.openai_chat import openai_error
+from hybridrl.agents.openai_chat import OpenAiErrors
 from hybridrl.agents.samples import Message
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 REASONING, CALL, RESULT = "reasoning", "function_call", "function_call_output"
 
 
-class Responses:
+class Responses(OpenAiErrors):
     """`POST /v1/responses`."""
-
-    keep_alive = ": keep-alive\n\n"
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
         for name in STATEFUL:
@@ -116,9 +114,6 @@ class Responses:
         whole = _response(asked, answer, items)
         yield sent(f"response.{whole['status']}", response=whole)
 
-    def error(self, error: BadRequest) -> dict[str, Any]:
-        return openai_error(error)
-
     def error_event(self, error: BadRequest) -> str:
         content: dict[str, Any] = {"type": "error", "sequence_number": 0, "code": error.code}
         content |= {"param": error.field, "message": error.message}
@@ -126,9 +121,7 @@ class Responses:
 
 
 def _messages(given: Any) -> Iterator[Message]:
-    """Yields the messages of input items. Neighbouring items of one turn of the assistant
-    (reasoning, text, calls) are one message.
-    """
+    """Yields messages. Neighbouring reasoning, text and calls of the assistant are one message."""
     if isinstance(given, str):
         yield {"role": USER, "content": given}
         return

@@ -71,9 +71,7 @@ class Replica:
         self._say_at = 0.0
 
     async def run(self) -> int:
-        """Plays tasks until the server is gone, and returns their number. Raises Gone if the server
-        refused the token, or never answered.
-        """
+        """Plays tasks until the server is gone; returns their number. Raises Gone if refused."""
         loop = asyncio.get_running_loop()
 
         def stop(number: str) -> None:
@@ -121,9 +119,7 @@ class Replica:
                 self._running[one["id"]] = asyncio.create_task(self._played(one, room))
 
     def _take(self, is_evaluation: bool, heartbeat: Heartbeat) -> list[dict[str, Any]]:
-        """Returns up to one task. Called in another thread, because the user's code may keep the
-        loop busy for longer than the server waits for news.
-        """
+        """Returns at most one task. Runs in a thread: the user's code may block the loop."""
         asked = {"max": 1, "wait_s": WAIT_S, "is_evaluation": is_evaluation}
         found: list[dict[str, Any]] = self._connection.send("take", asked)["tasks"]
         for one in found:
@@ -220,7 +216,6 @@ async def play_all(
 
     Args:
         run: Folder of the run, or the address of one replica.
-        play, options, concurrency: See `Replica`.
         token: Token for an address; by default the environment variable HYBRIDRL_TASK_TOKEN, which
             is removed.
 
@@ -254,7 +249,6 @@ async def play_all(
 
 
 def _say_missing(found: list[Address]) -> bool:
-    """Says which replicas have no address. Returns True."""
     num = max((one.replicas for one in found), default=0)
     has = {one.file.name for one in found if one.file is not None}
     if missing := [one for one in range(num) if f"replica_{one}.json" not in has]:

@@ -49,19 +49,15 @@ class Row:
     """One path of a conversation, as training receives it.
 
     Args:
-        prompt: Token ids before the first sampled token.
-        tokens: All later token ids.
+        prompt, tokens: Token ids before the first sampled token, and all later ones.
         logps: Log-probability with which each of `tokens` was sampled; 0 for tokens that were not
             sampled.
         observed: For each of `tokens`, whether it is not trained: it was not sampled, or another
             row trains it.
         versions: Runs (version, number of tokens) of `tokens`. Tokens that were not sampled belong
             to the run of the preceding turn.
-        spans: Sampled tokens of each turn, in order.
-        blobs: Blobs of `prompt` and `tokens`, by name.
         messages, tools: Conversation, ending with the last turn, and the tools that the client
             offered; empty if it sent token ids.
-        text: Text of the last turn, with reasoning and tool calls.
     """
 
     prompt: tuple[int, ...]
@@ -92,10 +88,7 @@ class SessionResult:
     """Result of a session.
 
     Args:
-        sample_key: Number that `Sessions.open` received.
-        row: Row of the data that the session worked on.
         rows: Rows to train on, in the order in which their last turns finished.
-        num_turns: Number of finished turns.
         counts: Number of events by name: `malformed_calls`, `aborted_turns`, `replayed_requests`,
             `undelivered_turns`, `conversations`, `replaced_ends`, `refused_requests`.
     """
@@ -130,9 +123,7 @@ PICKERS: dict[str, Picker] = {"all": pick_all, "last": pick_last, "longest": pic
 
 
 def picked(rows: Sequence[Row], picker: Picker) -> tuple[Row, ...]:
-    """Returns the rows that `picker` chooses, in their own order, so that each sampled token is
-    trained once. Raises UserError if it returned a row that it was not given.
-    """
+    """Returns the rows that `picker` chooses, each token trained once. Raises UserError."""
     places = {id(row): place for place, row in enumerate(rows)}
     found = list(picker(rows))
     if strange := [row for row in found if id(row) not in places]:

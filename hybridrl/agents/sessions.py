@@ -11,14 +11,11 @@ several turns at the same time.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import itertools
 import secrets
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from hybridrl.agents.chat_template import ChatTemplate
@@ -45,14 +42,10 @@ class Session:
 
     Args:
         sample_key: Number of the sample; with the number of a turn, it determines the seed.
-        row: Row of the data that the session works on.
-        max_context: Maximum number of tokens in a prompt and its turn.
-        template: Renders messages; None if clients may send only token ids.
         max_kept: Number of turns that later requests can continue; older turns are forgotten, and
             are in no row. None keeps all turns.
 
     Attributes:
-        session_id: Public name.
         token: Secret that clients send as their API key.
         counts: Number of events by name; see `SessionResult`.
     """
@@ -69,7 +62,6 @@ class Session:
         self.session_id = f"s{sample_key}-{secrets.token_hex(4)}"
         self.token = secrets.token_urlsafe(32)
         self.sample_key, self.row, self.counts = sample_key, row, Counter[str]()
-        self.opened_at = time.monotonic()
         self._template = template
         self._lock = threading.RLock()
         self._forest, self._limits = Forest(max_kept), Limits(budgets, max_context)
@@ -119,17 +111,13 @@ class Session:
         return len(self._input(conversation).tokens)
 
     def prepare_tokens(self, tokens: Sequence[int], max_tokens: int | None = None) -> Prepared:
-        """Returns the input for a turn after the client's own token ids; see `token_input`. Raises
-        BadRequest if the session has ended, a budget is exhausted, or `tokens` are too many.
-        """
+        """As `prepare`, after token ids that the client rendered; see `token_input`."""
         return self._limited(token_input(self.turns, tokens), max_tokens)
 
     def commit(
         self, prepared: Prepared, done: Completion, message: Message | None = None, text: str = ""
     ) -> Turn:
-        """Adds a sampled turn; `message` is the turn as the client receives it. Raises SessionEnded
-        if the session ended while the turn was sampled.
-        """
+        """Adds a turn; `message` is the client's. Raises SessionEnded if it ended meanwhile."""
         with self._lock:
             self._check_open()
             self._limits.note_sampled(len(done.tokens))
@@ -201,17 +189,10 @@ class Session:
             raise SessionEnded
 
 
-@dataclass
-class _Open:
-    session: Session
-    digest: bytes = field(repr=False)
-
-
 class Sessions:
     """All open sessions of an endpoint.
 
     Args:
-        max_context: Maximum number of tokens in a prompt and its turn.
         template: Renders messages; None if clients may send only token ids.
         request_ids: Numbers for turns; default: from 0 on.
     """
@@ -224,7 +205,7 @@ class Sessions:
     ) -> None:
         self._max_context, self.template = max_context, template
         self._lock = threading.Lock()
-        self._open: dict[bytes, _Open] = {}
+        self._open: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._request_ids = itertools.count() if request_ids is None else request_ids
         self._on_close: list[Any] = []
@@ -243,21 +224,18 @@ class Sessions:
         session = Session(
             sample_key, row, budgets or Budgets(), self._max_context, self.template, max_kept
         )
-        digest = _token_digest(session.token)
         with self._lock:
-            self._open[digest] = _Open(session, digest)
+            self._open[_token_digest(session.token)] = session
         return session
 
     def find(self, token: str | None) -> Session:
-        """Returns the session with a token, which is compared in constant time. Raises BadRequest
-        if there is none (status 401), or it has ended (410).
-        """
+        """Returns a token's session. Raises BadRequest if none is open (401) or it ended (410)."""
         digest = _token_digest(token or "")
         with self._lock:
             found = self._open.get(digest)
             has_ended = digest in self._ended
-        if found is not None and hmac.compare_digest(found.digest, digest):
-            return found.session
+        if found is not None:
+            return found
         if has_ended:
             raise SessionEnded
         raise BadRequest(
@@ -270,7 +248,7 @@ class Sessions:
     def all(self) -> list[Session]:
         """Returns the open sessions."""
         with self._lock:
-            return [one.session for one in self._open.values()]
+            return list(self._open.values())
 
     def close(self, session: Session, picker: Picker | None = None) -> SessionResult:
         """Ends a session and returns the rows that `picker` chooses, by default all.
@@ -311,11 +289,3 @@ class Sessions:
 
 def _token_digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", errors="replace")).digest()
-
-
-def total_counts(results: Iterable[SessionResult]) -> Mapping[str, int]:
-    """Returns the sums of the counts of several sessions."""
-    found: Counter[str] = Counter()
-    for result in results:
-        found.update(result.counts)
-    return dict(found)

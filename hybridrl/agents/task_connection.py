@@ -34,7 +34,6 @@ class Address:
 
     Args:
         file: File that contains address and token while the run lasts; None if the user named them.
-        replicas: Number of replicas of the run.
     """
 
     url: str
@@ -89,10 +88,6 @@ class Connection:
 
 class Heartbeat:
     """Notes in a thread of its own that tasks are alive.
-
-    Args:
-        ids: Returns the tasks that run; called by the thread.
-        stop: Called by the thread with each task that the server does not need.
 
     Attributes:
         lease_s: Time after which the server gives tasks to others, as tasks say.

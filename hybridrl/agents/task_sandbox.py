@@ -70,10 +70,7 @@ class Bubbles:
     has no capabilities, also if it runs as root.
 
     Args:
-        workdir: Working folder, such as /app.
-        folders: Further folders that commands may write to.
         env: Environment variables, in addition to PATH, HOME and LANG.
-        network: Whether commands use the network of the host.
 
     Raises:
         FileNotFoundError: The program bwrap is not installed.
@@ -189,7 +186,6 @@ def _without_user_namespaces() -> tuple[str, ...]:
 
 
 def _content(place: Path, root: Path) -> bytes | None:
-    """Returns the content of a file in `root`; None if there is none that can be read."""
     # A command may have put a link there that leads out of the sandbox, or to itself.
     with suppress(OSError, RuntimeError):
         inside = place.resolve().is_relative_to(root.resolve())
@@ -206,7 +202,6 @@ def _moved(place: Path, removed: Path) -> None:
 
 
 def _as_folder(place: Path, root: Path, removed: Path) -> None:
-    """Makes a path a folder that can be entered, and moves away what is in its place."""
     for part in [*reversed(place.relative_to(root).parents), place.relative_to(root)]:
         folder = root / part
         if folder.is_symlink() or not folder.is_dir():

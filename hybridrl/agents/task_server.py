@@ -71,7 +71,6 @@ class TaskServer:
         lease_s: Seconds without news of a taker after which its tasks are given to others.
         address_file: File for the address and the token, which only this user can read. It exists
             while tasks can be fetched.
-        replicas: Number of replicas of the run, each of which has such a file.
         token: Token of the tasks, from the environment variable HYBRIDRL_TASK_TOKEN; by default a
             random token.
 
@@ -100,8 +99,8 @@ class TaskServer:
                 "Choose a longer token, or unset the variable.",
             )
         self._clocks, self._lock = clocks, threading.Lock()
-        self._waiting: deque[tuple[AgentTask, Done]] = deque()  # of training
-        self._waiting_evaluation: deque[tuple[AgentTask, Done]] = deque()
+        # By whether they are of evaluations, which go first.
+        self._waiting: dict[bool, deque[tuple[AgentTask, Done]]] = {True: deque(), False: deque()}
         self._taken: dict[str, _Taken] = {}
         self._num_lost = Counter[int]()  # by episode
         self._closed = threading.Event()
@@ -122,13 +121,12 @@ class TaskServer:
 
     def start(self, task: AgentTask, done: Done) -> None:
         with self._lock:
-            self._waiting_of(task.is_evaluation).append((task, done))
+            self._waiting[task.is_evaluation].append((task, done))
 
     def stop(self, key: int) -> None:
         with self._lock:
-            self._waiting = deque(one for one in self._waiting if one[0].key != key)
-            evaluation = [one for one in self._waiting_evaluation if one[0].key != key]
-            self._waiting_evaluation = deque(evaluation)
+            for kind, waiting in self._waiting.items():
+                self._waiting[kind] = deque(one for one in waiting if one[0].key != key)
             for number in [n for n, one in self._taken.items() if one.task.key == key]:
                 del self._taken[number]
             self._num_lost.pop(key, None)
@@ -138,8 +136,8 @@ class TaskServer:
         with suppress(OSError):
             self._address_file.unlink(missing_ok=True)
         with self._lock:
-            self._waiting.clear()
-            self._waiting_evaluation.clear()
+            for waiting in self._waiting.values():
+                waiting.clear()
             self._taken.clear()
 
     def routes(self) -> list[web.RouteDef]:
@@ -190,9 +188,7 @@ class TaskServer:
         return web.json_response({})
 
     async def _give_back(self, request: web.Request) -> web.Response:
-        """Gives a task to the next taker. Counts as a loss, so that an episode that no program
-        plays fails at last.
-        """
+        """Gives a task to the next taker. Counts as a loss, so that an unplayable episode fails."""
         await self._body(request)
         taken = self._end(request)
         with self._lock:
@@ -206,23 +202,19 @@ class TaskServer:
         await asyncio.shield(loop.run_in_executor(None, self._finish, taken, report))
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        """Returns the body of a request that has the token."""
         token = (bearer_token(request) or "").encode("utf-8", errors="replace")
         if not hmac.compare_digest(token, self._token.encode()):
             message = "The token is not that of this run's tasks; see agent.server."
             raise BadRequest(message, code="invalid_api_key", status=401)
         return (await json_body(request))[0]
 
-    def _waiting_of(self, is_evaluation: bool) -> deque[tuple[AgentTask, Done]]:
-        return self._waiting_evaluation if is_evaluation else self._waiting
-
     def _pop(self, most: int, kind: bool | None) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        order = [True, False] if kind is None else [kind]
         with self._lock:
+            queues = list(self._waiting.values()) if kind is None else [self._waiting[kind]]
             self._heard_at, self._has_said = time.monotonic(), False
             while len(found) < most:
-                waiting = next((one for one in map(self._waiting_of, order) if one), None)
+                waiting = next(filter(None, queues), None)
                 if waiting is None:
                     break
                 task, done = waiting.popleft()
@@ -272,7 +264,7 @@ class TaskServer:
     def _say_unheard(self) -> None:
         now = time.monotonic()
         with self._lock:
-            num = len(self._waiting) + len(self._waiting_evaluation)
+            num = sum(map(len, self._waiting.values()))
             if not num or self._taken:  # a program that has tasks may have no room
                 self._heard_at = now
             if self._has_said or now < self._heard_at + UNHEARD_S:

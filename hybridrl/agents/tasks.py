@@ -20,16 +20,12 @@ MAX_LOG_BYTES, KEPT_LOG_BYTES = 16 << 20, 1 << 20
 
 
 def take_token() -> str | None:
-    """Removes the token for tasks from the environment, so that the user's code does not inherit
-    it, and returns it, if any.
-    """
+    """Removes the token for tasks from the environment, so that no user's code inherits it."""
     return os.environ.pop(TOKEN_VARIABLE, None) or None
 
 
 def shorten_log(file: int) -> None:
-    """Cuts a log (a descriptor opened for appending) that is too long, so that a program that
-    prints without end does not fill the disk, even if its folder was removed.
-    """
+    """Cuts a log, opened for appending, that is too long, so that it does not fill the disk."""
     with suppress(OSError):  # a log must never fail an episode
         if os.fstat(file).st_size > MAX_LOG_BYTES:
             os.ftruncate(file, KEPT_LOG_BYTES)
@@ -40,13 +36,9 @@ class AgentTask:
     """Task of one agent.
 
     Args:
-        key: Number of the episode, unique in the process that serves the endpoint.
         step: Number of the step that began the episode; negative in an evaluation.
-        sample: Number of the sample in the step.
         prompt: Prompt of the data row: a text, or chat messages.
-        columns: Other columns of the row.
         base_url: Address of the endpoint, without the part `/v1`.
-        api_key: Secret of the agent's session.
     """
 
     key: int
@@ -74,9 +66,7 @@ class AgentTask:
         }
 
     def client(self, **options: Any) -> Any:
-        """Returns an `openai.AsyncOpenAI` for the endpoint, without a time limit, because the
-        engine may sleep. All clients of a process share their connections, so do not close them.
-        """
+        """Returns an `openai.AsyncOpenAI` without a time limit; shared, so do not close it."""
         from openai import AsyncOpenAI
 
         options = {"timeout": None, "http_client": _connections(), **options}
@@ -96,7 +86,6 @@ class Report:
     """How an agent ended.
 
     Args:
-        reward: Reward that the agent reported; None if it reported none.
         failure: What went wrong, as a verb phrase, and what is allowed; None if nothing went wrong.
         begins_again: Whether the episode begins again, without the turns so far, because the
             program that played it was lost.
@@ -108,14 +97,10 @@ class Report:
 
 
 class Runner(Protocol):
-    """Runs agents. All members may be called from any thread. Agents may run on other hosts that
-    can reach the endpoint.
-    """
+    """Runs agents, maybe on other hosts. All members may be called from any thread."""
 
     def start(self, task: AgentTask, done: Callable[[Report], None]) -> None:
-        """Starts an agent without waiting. Calls `done` once when the agent has ended, unless
-        `stop` was called.
-        """
+        """Starts an agent without waiting. Calls `done` once at its end, unless it was stopped."""
 
     def stop(self, key: int) -> None:
         """Ends an agent whose result is not needed; does nothing if it is not running."""
@@ -153,9 +138,7 @@ class AwakeClock:
 
 
 class AgentClocks:
-    """Clocks for the time limits of agents: one for training and one for evaluations, because
-    agents of training wait while an evaluation uses the engine.
-    """
+    """Clocks of training and of evaluations: agents of training wait during an evaluation."""
 
     def __init__(self) -> None:
         self._training, self._evaluation = AwakeClock(), AwakeClock()

@@ -28,9 +28,7 @@ KEPT = "Tokens that were sampled stay as they are, and only new messages are ren
 
 
 def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
-    """Returns what a user should know about a chat template before agents are trained with it;
-    empty if it only appends to conversations and its tool calls can be read.
-    """
+    """Returns notes on a template that does more than append, or has calls that cannot be read."""
     found = list(dict.fromkeys([*_left_out(template), *_differences(template)]))
     if not template.allows_late_system:
         found.append(

@@ -1,6 +1,4 @@
-"""vLLM's token form, for clients that render conversations themselves: token ids in, token ids out.
-Does not import torch.
-"""
+"""vLLM's token form, for clients that render conversations themselves. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,21 +20,14 @@ from hybridrl.agents.asked import (
     whole_number,
 )
 from hybridrl.agents.backend import SamplingTerms
-from hybridrl.agents.conversation import BadRequest
-from hybridrl.agents.openai_chat import openai_error
+from hybridrl.agents.openai_chat import OpenAiErrors
 
 STOPS = "sampling_params.stop_token_ids"
 NOT_SUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 
 
-class TokenForm:
-    """`POST /inference/v1/generate`.
-
-    Args:
-        vocab_size: Number of tokens of the model.
-    """
-
-    keep_alive = ": keep-alive\n\n"
+class TokenForm(OpenAiErrors):
+    """`POST /inference/v1/generate`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -89,12 +80,6 @@ class TokenForm:
     def events(self, asked: Asked, answer: Answer) -> Iterator[str]:
         yield event(json.dumps(self.answer(asked, answer)))
         yield event("[DONE]")
-
-    def error(self, error: BadRequest) -> dict[str, Any]:
-        return openai_error(error)
-
-    def error_event(self, error: BadRequest) -> str:
-        return event(json.dumps(openai_error(error)))
 
     def _token_ids(self, given: Sequence[Any], where: str) -> tuple[int, ...]:
         wrong = [

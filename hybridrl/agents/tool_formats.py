@@ -19,7 +19,7 @@ from hybridrl.errors import MISSING, UserError, error_text
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of each tool's arguments, by name of the tool."""
 _FIELDS = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PYTHON = {"True": True, "False": False, "None": None}  # as Qwen3.5's template writes them
 _THINK, _THINK_END = "<think>", "</think>"
@@ -43,7 +43,6 @@ class Parts:
     """Parts of a turn's text.
 
     Args:
-        content: Text outside of reasoning and calls.
         malformed: Why a call cannot be read. If it is set, `calls` is empty and `content` has the
             text of all calls. None if every call is valid.
     """
@@ -95,13 +94,10 @@ class FunctionTags:
         if found is None:
             raise MalformedCallError("<function=NAME> ... </function> is missing")
         name, inner = found[1].strip(), found[2]
-        if inner.count("<parameter=") != len(_PARAMETER.findall(inner)):
+        pairs = _PARAMETER.findall(inner)
+        if inner.count("<parameter=") != len(pairs):
             raise MalformedCallError("</parameter> is missing")
-        values = {
-            key.strip(): _typed(name, key.strip(), _without_line_breaks(value), schemas)
-            for key, value in _PARAMETER.findall(inner)
-        }
-        return Call(name, values)
+        return Call(name, {k.strip(): _typed(name, k.strip(), v, schemas) for k, v in pairs})
 
 
 class ArgumentTags:
@@ -133,15 +129,9 @@ class KimiSections:
     marks = ("<|tool_calls_section_begin|>",)
 
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-        begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-        content, sections = _taken_out(text, begin, end)
-        calls = []
-        for section in sections:
-            outside, bodies = _taken_out(section, "<|tool_call_begin|>", "<|tool_call_end|>")
-            if outside.strip() or not bodies:
-                raise MalformedCallError("a section without <|tool_call_begin|>")
-            calls += [self._call(body) for body in bodies]
-        return content, calls
+        sections = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+        content, bodies = _in_sections(text, sections, ("<|tool_call_begin|>", "<|tool_call_end|>"))
+        return content, [self._call(body) for body in bodies]
 
     def _call(self, body: str) -> Call:
         call_id, found, arguments = body.partition("<|tool_call_argument_begin|>")
@@ -160,14 +150,10 @@ class DeepSeekSections:
     marks = ("<｜tool▁calls▁begin｜>",)
 
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
-        content, sections = _taken_out(text, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-        calls = []
-        for section in sections:
-            outside, bodies = _taken_out(section, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-            if outside.strip() or not bodies:
-                raise MalformedCallError("a section without <｜tool▁call▁begin｜>")
-            calls += [self._call(body) for body in bodies]
-        return content, calls
+        sections = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+        calls = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+        content, bodies = _in_sections(text, sections, calls)
+        return content, [self._call(body) for body in bodies]
 
     def _call(self, body: str) -> Call:
         first, found, rest = body.partition("<｜tool▁sep｜>")
@@ -180,8 +166,8 @@ class DeepSeekSections:
 
 
 class LlamaJson:
-    """A turn that is one or several JSON objects `{"name": ..., "parameters": {...}}`, separated by
-    semicolons: Llama 3.
+    """One or several objects `{"name": ..., "parameters": {...}}`, separated by semicolons: Llama
+    3.
     """
 
     marks = ("<|python_tag|>", "ipython")
@@ -212,9 +198,7 @@ class Harmony:
         return parts.content, list(parts.calls)
 
     def parts(self, text: str) -> Parts:
-        """Returns the final text and preambles, the analysis, and the calls. Raises
-        MalformedCallError.
-        """
+        """Returns final text and preambles, the analysis and calls. Raises MalformedCallError."""
         content, reasoning, calls = [], [], []
         for header, body in self._messages(text):
             recipient = re.search(r"to=([^\s<]+)", header)
@@ -274,9 +258,7 @@ def named_format(name: str, template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class TurnReader:
-    """Takes the texts of turns apart, with or without known tool calls and reasoning between
-    `<think>` and `</think>`.
-    """
+    """Takes texts of turns apart, with known tool calls and `<think>` if the template has them."""
 
     tool_format: ToolFormat | None
     has_reasoning: bool = False
@@ -292,9 +274,7 @@ class TurnReader:
         calls in the content.
 
         Args:
-            text: Text of the turn, without its end token.
             is_reasoning: Whether the turn begins inside the reasoning.
-            reads_calls: Whether the client offers tools.
         """
         if isinstance(self.tool_format, Harmony):
             try:
@@ -336,6 +316,19 @@ def _taken_out(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     return "".join(outside), inside
 
 
+def _in_sections(
+    text: str, sections: tuple[str, str], calls: tuple[str, str]
+) -> tuple[str, list[str]]:
+    content, found = _taken_out(text, *sections)
+    bodies = []
+    for section in found:
+        outside, inside = _taken_out(section, *calls)
+        if outside.strip() or not inside:
+            raise MalformedCallError(f"a section without {calls[0]}")
+        bodies += inside
+    return content, bodies
+
+
 def _object(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
@@ -351,10 +344,6 @@ def _named(name: Any) -> str:
     if not isinstance(name, str) or not name.strip():
         raise MalformedCallError("the name of the tool is missing")
     return name.strip()
-
-
-def _without_line_breaks(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
 
 
 def _typed(tool: str, key: str, value: str, schemas: Schemas) -> Any:

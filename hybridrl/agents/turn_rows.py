@@ -12,9 +12,7 @@ from hybridrl.agents.samples import Row, Span
 
 
 def rows_of(turns: Sequence[Turn]) -> tuple[Row, ...]:
-    """Returns a row for each turn that no other turn continues with all its tokens, in the order in
-    which the turns finished. Leaves out the undelivered turns.
-    """
+    """Returns a row for each delivered turn that no turn continues with all tokens, in order."""
     dropped = undelivered(turns)
     kept = [turn for turn in turns if turn not in dropped]
     covered = {
@@ -38,7 +36,6 @@ def undelivered(turns: Sequence[Turn]) -> set[Turn]:
 
 
 def _row(leaf: Turn) -> Row:
-    """Returns the row that ends with a turn, with all its sampled tokens trained."""
     path = leaf.path()
     kept = [turn.num_shared for turn in path[1:]] + [leaf.num_tokens]
     tokens: list[int] = []

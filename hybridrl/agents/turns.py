@@ -100,9 +100,7 @@ class Turns:
     async def wait(
         self, running: Running, every_s: float, while_waiting: Callable[[], Awaitable[None]] | None
     ) -> Answer:
-        """Returns the answer, for one client, and calls `while_waiting` every `every_s` seconds.
-        Raises BadRequest if the turn failed.
-        """
+        """Returns the answer; calls `while_waiting` every `every_s` seconds. Raises BadRequest."""
         running.num_waiting += 1
         try:
             while True:
@@ -195,9 +193,7 @@ class Turns:
 
 
 async def _arrival(future: Future[Completion]) -> Completion:
-    """Returns the result of a future that another thread completes. Cancelling the caller leaves
-    the future as it is, so that the other thread can always complete it.
-    """
+    """Returns a future's result. Cancelling the caller must not cancel it: a thread sets it."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[None] = loop.create_future()
 

@@ -63,9 +63,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Returns the needs of a section's algorithm; a user's class is instantiated, see
-    `make_algorithm`.
-    """
+    """Returns the needs of a section's algorithm; see `make_algorithm` for a user's class."""
     return make_algorithm(config).needs if config.needs is None else config.needs
 
 

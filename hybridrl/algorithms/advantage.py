@@ -69,10 +69,8 @@ def gae(
     V(s_t). The state after the last token is terminal, so its value is 0.
 
     Args:
-        rewards_R: Reward of each response token.
         values_R: V(s_t), the value of the state in which token t was sampled.
         response_lengths_H: Number of response tokens of each sample.
-        gamma: Discount per token.
         lam: Lambda of GAE: one number for all samples, or one per sample.
         critic_lam: Lambda for the returns. If None, `lam` is used.
 

@@ -56,9 +56,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         self.max_resampling = config.max_resampling
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Assigns each sample's advantage to all its response tokens. Raises BatchError if a group
-        is too small.
-        """
+        """Gives response tokens their sample's advantage. Raises BatchError for small groups."""
         config, samples = self.config, batch.by_sample()
         reward_B = self.rewards(samples)
         if (penalty_T := self.kl_penalty(batch)) is not None:
@@ -119,9 +117,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return {"advantages_T": response_column(kept_R, batch)}
 
     def _compare_parts(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Sums the weighted advantages of each part (GDPO, Liu et al. 2026, arXiv 2601.05242, eq.
-        4, 5, 7).
-        """
+        """Sums parts' weighted advantages (GDPO, Liu et al., arXiv 2601.05242, eq. 4, 5, 7)."""
         total_B = torch.zeros(samples.num_samples, dtype=torch.float64)
         for name, part_B in self._parts(samples, who).items():
             weight = self.config.part_weights.get(name, 1.0)
@@ -156,9 +152,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
     def _greedy(self, samples: SampleValues, who: Producer) -> Tensor:
-        """Returns the reward of each prompt's greedy response (ReMax, Li et al. 2023, arXiv
-        2310.10505).
-        """
+        """Returns each prompt's greedy reward (ReMax, Li et al. 2023, arXiv 2310.10505)."""
         if GREEDY not in samples.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"
             expected = f"the reward of a greedy response to each prompt, which {self.name} needs"

@@ -100,9 +100,7 @@ class _Candidates(NamedTuple):
         return found
 
     def marks(self) -> _Candidates:
-        """Returns up to NUM_MARKS evenly spaced candidates, each with the count since the previous
-        one.
-        """
+        """Returns up to NUM_MARKS evenly spaced candidates, each with the count since the last."""
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))
 

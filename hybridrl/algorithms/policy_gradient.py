@@ -49,10 +49,6 @@ class PolicyGradient(Generic[Config]):
     sampled tokens in all of them.
 
     The weight from `correction` multiplies the objective and does not change the denominator.
-
-    Attributes:
-        config: Section of the algorithm.
-        kl_coef: Coefficient of the KL in the current step.
     """
 
     def __init__(self, config: Config) -> None:

@@ -175,9 +175,7 @@ class Kto(ResponseLoss[KtoConfig]):
 
 
 def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Returns the indices of the better and of the worse samples, both ordered by group. Raises
-    BatchError if a group does not consist of two samples with different rewards.
-    """
+    """Returns the better and the worse samples, by group. Raises BatchError if one is no pair."""
     groups, counts = batch.group_B.unique(return_counts=True)
     order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
     wrong = groups[counts != 2]

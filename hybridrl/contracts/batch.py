@@ -98,9 +98,6 @@ class RolloutBatch:
         sample_ids_B: Number of each sample, unique in the run. Consecutive sequences of the same
             sample have the same number.
         group_B: Index of the prompt within the step; samples for the same prompt share it.
-        tokens_T: Token ids, (T,) int64.
-        lengths_B: Number of prompt and response tokens.
-        prompt_lengths_B: Number of prompt tokens.
         behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
         versions_B: Version of the weights that sampled the response; the oldest of several.
         finished_B: Whether the response ended with a stop token, not at a limit.
@@ -118,7 +115,6 @@ class RolloutBatch:
             sequence, or -1; None without agents.
         branch_tokens_B: Number of leading positions that the two share (branches.py).
         context_B: Digest of the context, or -1 (branches.py).
-        holders: Ranks that have the tokens of each sample; None if every rank has all tokens.
     """
 
     prompts: tuple[Prompt, ...]
@@ -262,9 +258,7 @@ class RolloutBatch:
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns all samples' values, (B,) or (B, K), from those of this rank's samples, (H,) or
-        (H, K). Collective if `holders` is set.
-        """
+        """Returns all samples' values from those of this rank's; collective with `holders`."""
         return value_H if self.holders is None else self.holders.completed(value_H)
 
     def places_of(self, index_N: Tensor) -> Tensor:
@@ -276,9 +270,7 @@ class RolloutBatch:
         return places_B[index_N]
 
     def token_places(self, places_N: Tensor) -> Tensor:
-        """Returns the indices in `tokens_T` of all tokens of some samples, one after another.
-        `places_N` are indices among the samples on this rank.
-        """
+        """Returns the places in `tokens_T` of the samples `places_N` on this rank, in order."""
         return row_places(self.lengths_H, places_N)
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:

@@ -50,9 +50,7 @@ def declare(kind: BlobKind) -> BlobKind:
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Returns descriptions of a wrong type of a blob's values, and of the allowed ones, or None;
-    the dimension of rows is counted in `num_dims`.
-    """
+    """Describes a wrong type of a blob's values and the allowed ones; None if right."""
     kind = KINDS.get(name)
     if kind is None:
         return f"blob {name}, which is not declared", ", ".join(sorted(KINDS)) or "no blob"

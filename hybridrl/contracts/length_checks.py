@@ -43,9 +43,7 @@ def check_lengths(
 def check_observed_counts(
     counts_B: Tensor, response_lengths_B: Tensor, has_holders: bool, producer: Producer
 ) -> None:
-    """Raises BatchError if a number of observed tokens is impossible, or not needed, because all
-    ranks have all tokens.
-    """
+    """Raises BatchError if counts of observed tokens are impossible or not needed."""
     name = "num_observed_B"
     check(counts_B, name, INTEGER, len(response_lengths_B), producer, NO_MASK)
     if not has_holders:

@@ -41,7 +41,6 @@ class MicroBatch:
     response tokens.
 
     Attributes:
-        tokens_S: Token ids, (S,) int64.
         positions_S: Position of the token within its sequence, (S,) int64.
         targets_S: Next token in the same sample, or 0 if there is none, (S,) int64.
         loss_mask_S: Whether the position predicts a response token, (S,) bool.

@@ -28,7 +28,6 @@ class Content:
 
     Args:
         start: Index of the first placeholder among the prompt's tokens.
-        num_tokens: Number of placeholders, 1 or more.
         key: Text that identifies the content, such as a digest of the arrays. Different content
             must have different keys.
         arrays: Data of the content, such as the bytes of a file.
@@ -55,8 +54,6 @@ class Prompt:
 
     Args:
         prompt_id: Number of the prompt among all rows of the run's data.
-        text: Text that the model receives.
-        tokens: Token ids of the text, including the placeholders for images and other content.
         response_tokens: Demonstration including its end token; in preference pairs, the better
             response. None in data without responses.
         rejected_tokens: Worse response of a preference pair.
@@ -64,7 +61,6 @@ class Prompt:
             learned, in one flat ascending tuple. These runs separate the assistant's turns; no run
             is at the end of a response.
         given: The row's original prompt (a text or messages), if a chat template rendered `text`.
-        contents: Parts that are not text, in order.
     """
 
     prompt_id: int

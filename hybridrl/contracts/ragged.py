@@ -75,18 +75,14 @@ def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: T
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A blob of one kind: rows (N, ...) for this rank's samples, on the CPU, and numbers of rows
-    (B,) int64 for every sample of the batch.
-    """
+    """Rows (N, ...) of this rank's samples, of one kind, and the number of rows of all, (B,)."""
 
     values_N: Tensor
     num_rows_B: Tensor
 
 
 def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
-    """Joins the blobs of several samples. A sample without a blob contributes no rows. Raises
-    ValueError if rows of the same blob have different shapes or dtypes.
-    """
+    """Joins samples' blobs; one without has no rows. Raises ValueError if rows do not fit."""
     found = {}
     for name in {name: None for blobs in of_samples for name in blobs}:
         arrays = [blobs[name] for blobs in of_samples if name in blobs]
@@ -125,9 +121,7 @@ def blobs_of(rollouts: Sequence[Rollout], who: Producer) -> dict[str, Blob]:
 def check_blob(
     name: str, blob: Blob, lengths_B: Tensor, rows_H: Tensor, producer: Producer
 ) -> None:
-    """Raises BatchError unless a blob fits its kind and the batch, of which this rank has the rows
-    `rows_H`.
-    """
+    """Raises BatchError unless a blob fits its kind and the batch, whose rows are `rows_H`."""
     values_N, num_rows_B = blob.values_N, blob.num_rows_B
     check_blob_type(name, str(values_N.dtype).removeprefix("torch."), values_N.ndim, producer)
     kind = KINDS[name]

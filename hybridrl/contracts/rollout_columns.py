@@ -18,9 +18,7 @@ from hybridrl.contracts.samples import Rollout
 def rollout_columns(
     rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
 ) -> dict[str, Any]:
-    """Returns the fields of a RolloutBatch, by name; rollout i answers prompt `groups[i]`. Raises
-    BatchError if the rollouts do not form a batch.
-    """
+    """Returns a RolloutBatch's fields; rollout i answers prompt `groups[i]`. Raises BatchError."""
     check_rollouts(rollouts, groups, producer)
     logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
     finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None

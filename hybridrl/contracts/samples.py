@@ -18,14 +18,12 @@ class Rollout:
     """One finished response.
 
     Args:
-        sample_id: Number of the sample in the run.
         tokens: Token ids, with the end token if it was sampled.
         logps: Log-probability of each token; 0 on observations.
         finish_reason: `stop` if the response ended with an end token or stop text; `length` if it
             reached a limit.
         version: Version of the weights that sampled the response.
         observed: For each token, whether it came from an environment; None if none did.
-        blobs: Blobs of prompt and response, by name.
         versions: Pairs (version, number of tokens) if several versions sampled the response;
             otherwise empty.
         sequence: Index of this sequence among those of its sample, for which `prompt` has the

@@ -39,7 +39,6 @@ class Chat:
     """A prompt and a response in one text.
 
     Args:
-        spans: Start and end of each learned run of text, in ascending order.
         lacks_end: Whether an end token must be added, because none follows the last run.
         is_marked: Whether generation blocks mark the spans. If so, a token that contains the first
             character of a run belongs to the run. If not, no token extends across the start of a
@@ -58,7 +57,6 @@ class ChatCounts:
 
     Args:
         num_split, num_samples: Number of rows that were split, and of the resulting samples.
-        num_unclosed: Number of turns that do not close the tag opened by the generation prompt.
         num_unread: Number of turns with reasoning that the template leaves out.
     """
 
@@ -121,9 +119,7 @@ def render_chats(
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant, with the model's input `before`; `text` is learned from there to
-    `end`.
-    """
+    """A turn of the assistant after the input `before`; `text` is learned from there to `end`."""
 
     before: str
     text: str
@@ -233,9 +229,7 @@ class _ChatRenderer:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns samples of consecutive turns, from message `first` on, that are rendered in the
-        same way when later turns follow.
-        """
+        """Returns samples of consecutive turns, from `first` on, that later turns do not change."""
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
         for number, message in enumerate(messages):
@@ -353,9 +347,7 @@ class _ChatRenderer:
         is_open: bool = False,
         marks: bool = False,
     ) -> tuple[str, Spans]:
-        """Returns the rendered messages and, with `marks`, the spans of `{% generation %}` blocks;
-        `is_open` appends the generation prompt.
-        """
+        """Returns the text and, with `marks`, the spans of `{% generation %}` blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special = getattr(self._tokenizer, "special_tokens_map", {})  # some TextEncoders lack it
@@ -403,9 +395,7 @@ def _messages(value: object, system: str | None) -> list[Message]:
 
 @dataclass(frozen=True)
 class Sample:
-    """The tokens of a prompt and of its response up to the last learned one, with gaps as in
-    `Prompt`.
-    """
+    """Tokens of a prompt and of its response up to the last learned one; gaps as in `Prompt`."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
@@ -434,9 +424,7 @@ def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Splits the tokens of a chat; by default, the prompt has all tokens before the first learned
-    one.
-    """
+    """Splits a chat's tokens; by default, the prompt has all before the first learned one."""
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]
     gaps = [

@@ -296,9 +296,7 @@ def _tokenize_with_offsets(
 
 
 def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
-    """Returns the tokens of texts, given with their places. Raises BadRowError if the tokenizer
-    fails.
-    """
+    """Returns the tokens of texts with their places. Raises BadRowError if the tokenizer fails."""
     try:
         parts = [text[: _first_characters(limit)] for _, text in texts]
         found = encode(parts)

@@ -29,8 +29,6 @@ class Form:
 
     Args:
         instruction: Text appended to each question, unless the config section sets another.
-        read: Function that extracts the question and the answer from a row's columns.
-        columns: Columns that every row must have, described for messages.
     """
 
     instruction: str

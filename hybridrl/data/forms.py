@@ -139,9 +139,7 @@ def validate_file(
 
 
 def normalize_row(row: Row, config: DataConfig, kind: Kind, reads_images: bool) -> Row:
-    """Returns a row with the columns of its kind, each a text or a list of messages. Raises
-    BadRowError if it has no known form, or does not fit it, and DataError for videos.
-    """
+    """Returns a row in its kind's columns. Raises BadRowError, or DataError for videos."""
     refuse_videos(row)
     names = text_columns(config, kind)
     columns = {key: value for key, value in row.columns.items() if value is not None}
@@ -364,9 +362,7 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
 
 
 def _prompt(columns: Mapping[str, Any], key: str) -> Any:
-    """Returns a prompt joined with the input or context of Alpaca and Dolly rows; with a system
-    text, a system message and a user message instead.
-    """
+    """Returns a prompt with the input or context of Alpaca and Dolly rows, and the system text."""
     asked, more = columns[key], columns.get("input") or columns.get("context")
     if key == "instruction" and isinstance(asked, str) and isinstance(more, str) and more.strip():
         asked = f"{asked}\n\n{more}"
@@ -389,9 +385,7 @@ class Form:
     """A published row format, with a description for messages.
 
     Args:
-        needed: Keys that every row of this form has.
         parts: For each kind, the function that extracts the prompt and responses from a row.
-        fits: Function that says whether the values fit the form.
     """
 
     description: str

@@ -113,7 +113,6 @@ class Found(NamedTuple):
     """A row's images, in the order of their columns.
 
     Args:
-        columns: The row's columns without its images.
         numbers: Index of each image by the number in its column's name, image_1 being 1.
     """
 
@@ -222,9 +221,7 @@ def _check_size(row: Row, name: str, num_bytes: int) -> None:
 
 
 def folder_of(row: Row) -> Path:
-    """Returns the folder to which paths in a row are relative: that of its file, or the working
-    directory for rows from Python and from the hub.
-    """
+    """Returns the folder of relative paths: the row's file's, else the working directory."""
     source = Path(row.place.rpartition(":")[0])
     return source.parent if source.is_file() else source if source.is_dir() else Path.cwd()
 
@@ -388,9 +385,7 @@ def _text(text: str) -> list[dict[str, str]]:
 
 
 def refuse_images(row: Row) -> DataError:
-    """Returns the error for a row with images, if the model reads only text: training on the text
-    alone would be a different task.
-    """
+    """Returns the error for images that the model cannot read: without them the task is another."""
     got = f"{len(row.images)} images" if len(row.images) > 1 else "an image"
     allowed = "rows of text, because the model reads no images"
     remedy = "Remove such rows, or choose a model with a vision tower (docs/guides/images.md)."

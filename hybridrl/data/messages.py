@@ -41,9 +41,7 @@ _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "va
 
 
 def chat(place: str, name: str, value: object) -> list[Message]:
-    """Returns the messages in column `name` of a row. Raises BadRowError if the value is no list of
-    these.
-    """
+    """Returns the messages in column `name` of a row. Raises BadRowError for other values."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
         raise BadRowError(place, got, f"a text, or {_ALLOWED}", "Fix that row.")
@@ -51,9 +49,7 @@ def chat(place: str, name: str, value: object) -> list[Message]:
 
 
 def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | None:
-    """Returns the tool schemas in a column, a list or JSON text. Raises BadRowError for other
-    values.
-    """
+    """Returns a column's tool schemas, a list or JSON text. Raises BadRowError for others."""
     if value is None or value in ("", []):
         return None
     found = _parsed(place, name, value) if isinstance(value, str) else value

@@ -80,9 +80,7 @@ class MixedPrompts(PromptSource):
 
 
 def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
-    """Creates the source of a run's prompts. Raises DataError if all prompts of a weighted source
-    are too long.
-    """
+    """Creates the source of prompts. Raises DataError if all of a weighted source are too long."""
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
     # `sources` is in ascending order, so the prompts of each source are contiguous.

@@ -74,13 +74,11 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        folder: Folder for the files. Default: `prompts_folder()`.
         end_tokens: End tokens of responses. Default: those of the tokenizer and its template.
         images: How the model's prompts contain images; None if it reads only text.
 
     Attributes:
         files: File for each loaded source, in order; None for a source kept in memory.
-        notes: Lines to print for the user.
     """
 
     def __init__(
@@ -242,9 +240,7 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds, or [] if the same rows of `names`, with the same
-    `criteria` (JSON values), passed in an earlier run.
-    """
+    """Returns the errors that `check` finds, or [] if an earlier run checked these rows so."""
     folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
         with suppress(OSError):  # the file system may be read-only

@@ -49,10 +49,7 @@ class LeftOut:
     """Counts and examples of rows that were left out or changed.
 
     Attributes:
-        limits: Length limits, as shown in messages.
         num, num_cut: Number of rows left out as too long, and of those with a truncated response.
-        places: Place and token count of each of the first MAX_PLACES rows that are too long.
-        in_part: Places of rows of which only the first part was tokenized.
         num_bad, first_bad: Number of unusable rows, and description of the first.
         image_folders: For each folder from which images were read, a digest of its listing.
     """
@@ -124,11 +121,9 @@ class Reading:
 
     Args:
         source: Names as in `data.prompts`, or rows in memory. Default: `config.prompts`.
-        required: Further columns that every row must have.
         max_response_tokens: Maximum number of response tokens, including the end token. Rows with
             longer responses are left out or truncated. None for data without responses.
         feedback: Kind of feedback on the responses; None for demonstrations.
-        limit: Number of prompts to read; None for all.
     """
 
     config: DataConfig
@@ -359,9 +354,7 @@ class PromptSource:
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues where `state` was saved. Raises DataError if it was saved with different
-        prompts or another seed.
-        """
+        """Continues from `state`. Raises DataError if prompts or seed were others."""
         self._check(state)
         self._epoch = saved_count(state, "epoch")
         self._index = saved_count(state, "index", len(self._prompts))

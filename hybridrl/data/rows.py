@@ -109,9 +109,7 @@ def _shortened(text: str) -> str:
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
-    """Reads rows from sources or from memory, in order. Raises DataError with the file and line if
-    a source is damaged or missing.
-    """
+    """Reads rows in order. Raises DataError with file and line if a source is unreadable."""
     number = -1
     is_arrow = type(source).__module__.split(".")[0] == "datasets"
     for number, item in enumerate([source] if isinstance(source, str) else source):

@@ -65,9 +65,7 @@ class TextTokens:
         return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
 
     def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
-        """Returns the tokens of a text, without special tokens, and their character offsets. Raises
-        NotImplementedError without a fast tokenizer.
-        """
+        """Returns tokens and character offsets. Raises NotImplementedError if slow."""
         return self._tokens_and_offsets([text], is_continued)[0]
 
     def _tokens_and_offsets(

@@ -111,7 +111,6 @@ def _node(place: str, given: Mapping[str, Any]) -> _Node:
 
 
 def _tree_of_row(row: Row) -> _Node:
-    """Returns the first message of a tree that is stored in one row."""
     root = _node(row.place, row.columns["prompt"])  # type: ignore[arg-type]  # _is_nested
     waiting = [(root, row.columns["prompt"])]
     while waiting:
@@ -128,7 +127,6 @@ def _tree_of_row(row: Row) -> _Node:
 
 
 def _tree_of_rows(rows: Sequence[Row]) -> _Node:
-    """Returns the first message of a tree that is stored in one row per message."""
     nodes: dict[object, _Node] = {}
     for row in rows:
         name = row.columns[_ID]

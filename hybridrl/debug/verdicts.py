@@ -31,9 +31,7 @@ LOOK_AT = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict on whether engine and trainer agree: a sentence with the compared numbers, advice
-    in case they do not, and the numbers for JSON.
-    """
+    """A verdict: a sentence with the compared numbers, advice if they disagree, and the details."""
 
     agrees: bool
     found: str
@@ -59,7 +57,6 @@ class Tokenwise:
     """The trainer's results for every response token, each (T,).
 
     Args:
-        choice: The trainer's most probable token.
         best, own: Log-probability of the most probable token, and of the response's token.
         cut: Log-probability of the response's token under the engine's truncated sampling
             distribution.
@@ -209,7 +206,6 @@ def judge_numerics(
     Args:
         table: `stage` and `difference` (relative RMS) of every stage, in order; with a reference
             also `trainer_error` and `engine_error`.
-        total, replica: Result of `mean_difference`.
         error_floor: Error of one side, compared with the reference, up to which a stage does not
             stand out; None for `bounds.residual`.
     """

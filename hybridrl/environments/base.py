@@ -33,7 +33,6 @@ class Turn(NamedTuple):
         observation: Text, tokens or messages that the policy reads before its next turn. Ignored if
             `done` is true.
         reward: Reward for this turn. The reward for a response is the sum over its turns.
-        done: Whether the response ends after this turn.
         notes: Words to count. The metric `environment/WORD` reports the count of each word.
     """
 

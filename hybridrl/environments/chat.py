@@ -90,9 +90,7 @@ class ObservationEncoder:
         return text[len(stop) :] if stop else rest
 
     def _harmless(self, content: str) -> str:
-        """Inserts a space into each control token. Otherwise the output of a tool could start a
-        message with another role.
-        """
+        """Spaces out control tokens: a tool's output must not begin another message."""
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")
         return content

@@ -25,9 +25,7 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Returns a function that creates the configured environment. Raises UserError if the class
-    does not exist, or does not accept the configured options.
-    """
+    """Returns a function that creates the environment. Raises UserError if it is unusable."""
     factory, options = _class_of(config), dict(config.options)
     try:
         inspect.signature(factory).bind(**options)

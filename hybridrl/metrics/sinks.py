@@ -199,9 +199,7 @@ class LogSink:
 
 
 class RolloutDump:
-    """Writes samples for people to read: one JSONL file for the first step and every `every` steps;
-    0: none.
-    """
+    """Writes readable samples: a JSONL file for step 1 and every `every` steps; 0: none."""
 
     def __init__(self, directory: Path, every: int) -> None:
         self._directory, self._every = directory, every

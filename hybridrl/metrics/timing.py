@@ -85,9 +85,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures its block. After an error the file still names the phase, whose peak memory is
-        kept.
-        """
+        """Measures its block. After an error, the file still names the phase."""
         with self.around(name):
             self.note_peak()
             self._open.append(name)

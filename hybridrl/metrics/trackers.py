@@ -146,7 +146,6 @@ class TrackerSink:
 
     Attributes:
         is_done: Whether the run reached its last step; must be set before `close`.
-        num_dropped: Number of records that did not reach the service.
     """
 
     def __init__(

@@ -108,7 +108,6 @@ def step_metrics(
         seconds: Seconds in each phase and, as "step", in the whole step; 0 without an entry.
         num_tokens: Prompt and response tokens that the step read or generated, on all ranks.
         peak_bytes: Peak memory of the fullest rank, as "run" and, if known, for each phase.
-        flops: Model FLOPs by phase, summed over ranks (flops.py).
         peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, whatever type the run computes in.
             If None, the result lacks `mfu/*`, the fraction of it that model FLOPs reach.
     """

@@ -244,9 +244,7 @@ def plain_math(text: str) -> str:
 
 
 def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
-    """Returns all correct answers of the row as texts. Raises DataError if there is none, or it is
-    neither text nor number.
-    """
+    """Returns the row's correct answers as texts. Raises DataError for other or no values."""
     given: Any = columns.get("answer")
     if given is None:
         present = short(sorted(map(str, columns)), 300)

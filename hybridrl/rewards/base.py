@@ -122,9 +122,7 @@ class Part:
 
 
 class TurnPart(Part):
-    """Rewards for the turns of each response, from an environment or an agent (`source`). Without a
-    weight, the rewards are ignored, but failures are not.
-    """
+    """Rewards for turns, from an environment or an agent (`source`); ignored without a weight."""
 
     def __init__(self, name: str, weight: float | None, source: str) -> None:
         super().__init__(name, TurnRewards())

@@ -100,9 +100,7 @@ def _reward_class(name: str) -> Callable[..., RewardFunction]:
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
-    """Returns the configured function with its options, from the table or a dotted path. Raises
-    UserError if it does not exist, or its settings are wrong.
-    """
+    """Returns the configured function with its options. Raises UserError if it is unusable."""
     name = config.function
     if name in REWARDS:
         options = dict(config.options)

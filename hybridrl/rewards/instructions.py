@@ -26,9 +26,7 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Instructions:
-    """Scores the share of a row's instructions that a response follows (`partial`), or 1 if it
-    follows all of them and otherwise 0, as in IFEval's strict prompt accuracy.
-    """
+    """Share of a row's instructions that a response follows (`partial`), or 1 if all, else 0."""
 
     runs = "process"  # regular expressions may take exponential time on some responses
 

@@ -33,9 +33,7 @@ _LOGGED: set[str] = set()
 
 
 class Noted(float):
-    """A reward with a note that is counted, such as the limit that a program reached: one word,
-    used in the name of a metric.
-    """
+    """A reward with a one-word note that is counted, such as the limit that a program reached."""
 
     note: str
 
@@ -55,9 +53,7 @@ class ScorerFailure:
 
     Args:
         got: What the scorer did, as a verb phrase; WHERE stands for the name of the sample.
-        expected: Description of a valid result.
         cause: Exception that the scorer raised in this process, or the error about the row.
-        trace: Traceback; empty if no exception was raised.
         is_untrainable: Whether the policy sampled nothing that could be trained.
     """
 

@@ -58,9 +58,7 @@ Run = Callable[[Any], list[R]]
 
 
 class Pool(Generic[R]):
-    """A pool of threads that score by `make()`. A thread merges up to `max_jobs` jobs, which run
-    concurrently.
-    """
+    """Threads that score by `make()`. Each merges up to `max_jobs` jobs, which run concurrently."""
 
     def __init__(self, make: Callable[[], Run[R]], num: int, name: str, max_jobs: int = 1) -> None:
         self._make, self._num, self._name, self._max_jobs = make, num, name, max_jobs

@@ -33,12 +33,8 @@ class Remote:
     """Requests the score of each response from a server.
 
     Args:
-        url: URL of the scorer (http or https).
         attempt_s: Wall-clock limit for one attempt, in seconds.
-        retries: Number of further attempts after a transient error.
         wait_s: Delay before the second attempt, in seconds; doubled before each later attempt.
-        headers: Headers to send, for example an API key.
-        reward_key: Field of the response body that contains the score.
     """
 
     runs = "thread"
@@ -71,9 +67,7 @@ class Remote:
         self._context = ssl.create_default_context() if self._url.scheme == "https" else None
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns the score. Raises RemoteError if all attempts fail, or an answer has another
-        form.
-        """
+        """Returns the score. Raises RemoteError if all attempts fail or the answer is wrong."""
         body = {"prompt": prompt, "response": response, "columns": dict(columns)}
         data = json.dumps(body, default=str).encode()
         for attempt in range(self._retries + 1):

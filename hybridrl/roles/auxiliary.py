@@ -22,9 +22,7 @@ class AuxiliaryLoss:
 
 
 def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
-    """Creates the loss terms of section `mix` that have a weight above 0, by name. Raises UserError
-    if an algorithm cannot be used in a term.
-    """
+    """Creates the weighted loss terms of `mix`, by name. Raises UserError for an unusable one."""
     terms = {}
     for name, section in config.terms().items():
         with errors_of_term(name):

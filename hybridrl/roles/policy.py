@@ -39,7 +39,6 @@ class Policy:
     """A language model in training, or the frozen reference.
 
     Args:
-        num_updates_in_run: Number of optimizer steps of this model in the whole run.
         temperature: Divisor of the logits, equal to the sampling temperature.
         uses_adapters: Whether the model's LoRA adapters take part. Without them, a policy in
             training is its own frozen reference.
@@ -73,9 +72,7 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns log-probabilities at the start of the step from the last `gradients`, once: (T,)
-        fp32, nats. None if the batch already contained them.
-        """
+        """Returns the last `gradients`' log-probabilities, once: (T,) fp32, or None."""
         found, self._start_logp_T = self._start_logp_T, None
         return found
 

@@ -25,9 +25,7 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A frozen model with a value head, whose score times `weight` is added to the reward. The
-    token `padding`, if any, is skipped at the end of a response.
-    """
+    """A frozen model with a value head; its score times `weight` is added to the reward."""
 
     name: str
     weight: float

@@ -77,9 +77,7 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates the gradients of every trained model on a mini-batch, and on the batches of
-        the additional terms of the policy's loss.
-        """
+        """Accumulates gradients of all trained models on a mini-batch and on the terms' batches."""
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
             more = [

@@ -20,9 +20,7 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 
 class Teacher:
-    """Computes the columns that an algorithm needs from a frozen teacher. Tokens beyond the
-    policy's `num_tokens` are ignored.
-    """
+    """Computes columns from a frozen teacher, without tokens beyond the policy's `num_tokens`."""
 
     def __init__(
         self, model: ParallelModel, needs: Needs, num_tokens: int, temperature: float

@@ -178,7 +178,7 @@ def test_an_episode_that_is_given_back_begins_again_without_its_turns(tmp_path: 
         (first,) = run.post("take", {})["tasks"]
         (session,) = sessions.all()
         assert session.token == first["api_key"]
-        wait_for(lambda: bool(run.tasks._waiting))  # its taker was not heard of
+        wait_for(lambda: any(run.tasks._waiting.values()))  # its taker was not heard of
         (again,) = run.post("take", {})["tasks"]
         assert again["sample"] == first["sample"] and again["api_key"] != first["api_key"]
         assert not session.is_open and len(sessions) == 1

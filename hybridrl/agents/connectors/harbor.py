@@ -82,14 +82,9 @@ async def play(
     """Plays one task and returns the reward that its tests wrote.
 
     Args:
-        task: Task with a row that `rows` yielded.
         folder: Option of `rows`, which is not used here.
         sandbox: Async function `package.module:name` that receives a `TaskFolder` and returns a
             `TaskSandbox` with the task's image; default: bubblewrap on this host, without images.
-        sandbox_options: Keyword arguments of this function.
-        max_turns: Maximum number of turns.
-        max_tokens: Maximum number of tokens in one turn.
-        command_timeout_s: Time limit of one command, in seconds.
 
     Raises:
         ValueError: The task is wrong, needs an image, or its tests wrote no reward.
@@ -113,9 +108,7 @@ def rows(folder: str, **_: Any) -> Iterator[dict[str, Any]]:
 
 
 async def local_sandbox(task: TaskFolder, network: bool = False) -> TaskSandbox:
-    """Returns a sandbox of bubblewrap with the files of a task. Raises ValueError if the task needs
-    an image that must be built.
-    """
+    """Returns a bubblewrap with a task's files. Raises ValueError if an image must be built."""
     plan = _Plan.read(task.folder)
     folders = (TESTS, LOGS, *(folder for _, folder, _ in plan.copies))
     place = Bubbles(plan.workdir, folders, plan.env, network)
@@ -228,7 +221,6 @@ async def _solve(
 
 
 async def _called(place: TaskSandbox, function: Any, timeout_s: float) -> str:
-    """Returns the output of a call, or what is wrong with the call."""
     try:
         command = json.loads(function.arguments)["command"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -27,9 +27,7 @@ class Tools:
         self._clients, self.specs = clients, specs
 
     async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
-        """Calls a tool with an object, or JSON text, and returns its text. What the model did wrong
-        is returned as text, too, so that the model can correct it.
-        """
+        """Calls a tool with an object or JSON text. Returns its text, or the model's mistake."""
         if name not in self._clients:
             return f"There is no tool {name!r}. Tools: {', '.join(self._clients)}."
         try:
@@ -83,10 +81,7 @@ async def play(
     `reward.function` scores the last turn.
 
     Args:
-        servers: See `open_tools`.
         system: System prompt for rows whose prompt is a text.
-        max_turns: Maximum number of turns.
-        max_tokens: Maximum number of tokens in one turn.
     """
     messages: list[Any] = []
     if isinstance(task.prompt, str):

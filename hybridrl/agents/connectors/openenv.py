@@ -42,9 +42,6 @@ async def play(
         observation: Field of the observation that the model sees; default: all fields, as JSON.
         explains: Whether the first message contains the schema of actions.
         shows_prompt: Whether the row's prompt, a text, precedes the first observation.
-        max_turns: Maximum number of turns.
-        max_tokens: Maximum number of tokens in one turn.
-        num_rows, prompt: Options of `rows`, which are not used here.
 
     Raises:
         ValueError: The observation lacks the field.

@@ -31,7 +31,6 @@ async def play(
     """Plays one task and returns the sum of its weighted rewards.
 
     Args:
-        task: Task with a row that `rows` yielded.
         env: Section `env` of a verifiers configuration, with `taskset.id`.
         client: Form of the requests to the endpoint: "chat" for the API that the program uses, or
             "tokens" for token ids that verifiers renders itself.
