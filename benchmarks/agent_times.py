@@ -18,12 +18,7 @@ from hybridrl.agents.host_pool import HostPool
 
 
 class LoopTimes:
-    """Wraps methods of an engine and of the manager of agents, and adds up their times.
-
-    Args:
-        engine: Rollout engine of this process.
-        episodes: Manager of the agents' responses on this rank.
-    """
+    """Wraps methods of an engine and of the manager of agents' responses; adds up their times."""
 
     def __init__(self, engine: Any, episodes: Any) -> None:
         self._engine, self._host = engine, episodes._host
@@ -40,7 +35,6 @@ class LoopTimes:
             self._wrap(self._host, name, name)
 
     def begin(self) -> None:
-        """Starts a measurement."""
         self._seconds.clear()
         self._counts.clear()
         self._begins = False

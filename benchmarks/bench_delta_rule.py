@@ -50,7 +50,6 @@ DEVICE = torch.device("cuda")
 
 
 def main() -> None:
-    """Measures all cases."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--profile", action="store_true", help="also report each kernel's time")
@@ -105,7 +104,6 @@ def drawn(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 def measure(
     lengths: tuple[int, ...], has_states: bool, rules: dict[str, DeltaRule]
 ) -> dict[str, Any]:
-    """Compares the rules with torch's, then times those that agree."""
     inputs = [one.requires_grad_() for one in drawn(lengths)]
     sequences = Sequences(lengths, DEVICE)
     taken = inputs if has_states else inputs[:5]
@@ -151,7 +149,6 @@ def measure(
 
 
 def timed(run: Callable[[], object], calls: int = CALLS) -> dict[str, float]:
-    """Returns the milliseconds of a call."""
     for _ in range(WARMUPS):
         run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * calls)]

@@ -32,7 +32,6 @@ KEPT = ("logprob_diff_mean", "logprob_diff_max", "share_above_0.1", "kl")
 
 
 def main() -> None:
-    """Runs the cases one after another; writes the result anew after each."""
     given = parse()
     if given.case:
         measure(given, *given.case)
@@ -73,7 +72,6 @@ def ratios(cases: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(given: argparse.Namespace, mode: str, model: str, out: str) -> None:
-    """Takes the steps of one case in this process."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ[name] = value
     os.environ.update(LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -127,7 +125,6 @@ def measure(given: argparse.Namespace, mode: str, model: str, out: str) -> None:
 
 
 def settings(given: argparse.Namespace, mode: str, model: str, folder: str) -> dict[str, Any]:
-    """Returns the configuration of a case."""
     init = Path(folder) / "model"
     init.mkdir()
     (init / "config.json").write_text((MODELS / f"{model}.json").read_text())
@@ -178,7 +175,6 @@ def add_summary(report: dict[str, Any]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Returns the command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("models", nargs="+", help="names of files in benchmarks/models")

@@ -43,7 +43,6 @@ PAGE = 16
 
 
 def main() -> None:
-    """Compares all operations, and writes the result after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     out: Path = parser.parse_args().out
@@ -83,7 +82,6 @@ def unequal(compute: Callable[[Tensor], Tensor], x: Tensor, most: int = MOST) ->
 
 
 def products() -> Iterator[tuple[str, Any]]:
-    """Compares linear layers and output layers."""
     for model, layers in LAYERS.items():
         for columns, contracted in layers:
             weight, x = (
@@ -111,7 +109,6 @@ def logps(logits_NV: Tensor) -> Tensor:
 
 
 def norms() -> Iterator[tuple[str, Any]]:
-    """Compares our norms with vLLM's."""
     import vllm._custom_ops  # noqa: F401  # registers vLLM's operations
 
     for size in (576, 896, 3584):
@@ -150,9 +147,7 @@ def others() -> Iterator[tuple[str, Any]]:
 
 
 def attention() -> Iterator[tuple[str, Any]]:
-    """Compares decode steps, chunks and pages with whole packed prompts; each count is that of the
-    rows that differ, and of all rows.
-    """
+    """Compares decode steps, chunks and pages with whole packed prompts, by rows that differ."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func as attend
 
     for heads, key_heads, size, window in ATTENTION:
@@ -228,7 +223,6 @@ def paged(key: Tensor, value: Tensor, starts: Sequence[int]) -> tuple[Tensor, Te
 
 
 def differing(found: Tensor, wanted: Tensor) -> list[int]:
-    """Returns how many rows differ, and how many there are."""
     return [int((found != wanted).flatten(1).any(1).sum()), len(found)]
 
 

@@ -55,7 +55,6 @@ class Try(NamedTuple):
 
 
 def cases(tokens: list[int]) -> Iterator[Try]:
-    """Yields what is tried."""
     for num in tokens:
         for number, tiling in enumerate(TILINGS):
             yield Try(num, tiling, False)

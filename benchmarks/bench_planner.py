@@ -54,7 +54,6 @@ class Case(NamedTuple):
 
 
 def layouts(model: Path, train: TrainLayout, tp: int, ep: int) -> Layouts:
-    """Returns the layouts of training and engine ranks for a config.json."""
     family, shape = read_model(None, json.loads(model.read_text()))
     return megatron_layouts(family, shape, train), fused_layouts(family, shape, tp, ep)
 
@@ -80,7 +79,6 @@ CASES = (
 
 
 def planned(sources: list[RankLayout], parts: list[RankLayout]) -> tuple[Plan, list[RankLayout]]:
-    """Does what every rank does at the start."""
     layout = assign(sources, parts, GPUS_PER_NODE).layout
     targets = [parts[tp_rank] for _, tp_rank in layout.assignment]
     plan = plan_reshard(sources, targets, ITEMSIZE, GPUS_PER_NODE)
@@ -90,7 +88,6 @@ def planned(sources: list[RankLayout], parts: list[RankLayout]) -> tuple[Plan, l
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Proves, times and predicts one case."""
     sources, parts = layouts(case.model, case.train, case.rollout_tp, case.rollout_ep)
     plan, targets = planned(sources, parts)
     last = case.train.world_size - 1
@@ -123,7 +120,6 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures every case, writes the result, prints it, and judges it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="part of the names of the cases to measure")

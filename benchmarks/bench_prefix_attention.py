@@ -68,7 +68,6 @@ def main() -> None:
 
 
 def measure(text: str, device: torch.device) -> dict[str, Any]:
-    """Returns what both ways of one case take."""
     heads, kv_heads, units, samples, prompt, response = map(int, re.findall(r"\d+", text))
     kernel: Kernel = (CudnnKernel if device.type == "cuda" else TorchKernel)(HEAD_DIM**-0.5)
     fault = gradient_fault(kernel, heads, kv_heads, HEAD_DIM, device)
@@ -143,7 +142,6 @@ def with_copies(shared: SharedPrompts, heads: int, kv_heads: int) -> Callable[..
 def results(
     attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Returns the output and the gradients of the inputs."""
     output = attend(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
 
@@ -182,8 +180,6 @@ def memory(
 
 
 class Stopwatch:
-    """Collects milliseconds on the device's clock."""
-
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
         self._found: list[Any] = []
@@ -204,7 +200,6 @@ class Stopwatch:
             self._found.append(1e3 * (time.perf_counter() - self._began))
 
     def median(self) -> float:
-        """Returns the median of the times after the warm-up."""
         if self._is_gpu:
             torch.cuda.synchronize()
             times = [begin.elapsed_time(end) for begin, end in self._found]

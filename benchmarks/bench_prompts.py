@@ -52,9 +52,7 @@ def quickstart_tokenizer() -> Any:
 
 
 def write_rows(path: Path, num: int, num_tokens: int) -> Reading:
-    """Writes a JSONL file of random prompts with answers, always the same ones, and returns how it
-    is read.
-    """
+    """Writes the same random prompts with answers every time; returns how they are read."""
     rng = random.Random(0)
     with path.open("w") as file:
         for number in range(num):
@@ -81,7 +79,6 @@ def check_s(reading: Reading, folder: Path) -> float:
 
 
 def pss_mb() -> float:
-    """Returns this process's proportional set size."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     return sum(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
 
@@ -145,9 +142,7 @@ def in_processes(context: Any, functions: list[tuple[Any, ...]], results: Any) -
 
 
 def later_start(context: Any, reading: Reading, ranks: int, share: float = 0.0) -> dict[str, Any]:
-    """Starts ranks that map what is there and hold out a share; returns their seconds, of the
-    slowest, and memory.
-    """
+    """Starts ranks that map what is there; returns the slowest's seconds, and memory."""
     barrier, told = context.Barrier(ranks), {"ranks": ranks, "found": context.Queue()}
     given = share, reading, told, barrier
     functions = [(rank, number, *given) for number in range(ranks)]
@@ -162,7 +157,6 @@ def later_start(context: Any, reading: Reading, ranks: int, share: float = 0.0) 
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Generates the file, and returns what the starts took."""
     rows = folder / "rows.jsonl"
     reading = write_rows(rows, args.prompts, args.tokens)
     few = write_rows(folder / "few.jsonl", FEW, args.tokens)
@@ -196,7 +190,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def options() -> argparse.Namespace:
-    """Returns the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
@@ -208,7 +201,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, writes and prints the result, and judges it."""
     args = options()
     cases: list[dict[str, Any]] = []
     result = {

@@ -142,7 +142,6 @@ def over_ranks(found: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 def report_case(job: Job, measure: str) -> dict[str, Any]:
-    """Measures every way of one case; collective."""
     engine = sum(tensor.nbytes for tensor in job.empty_engine().values())
     least = over_ranks({"minimum": job.minimum_bytes(), "engine": engine})
     ways = {name: over_ranks(MEASURES[measure](job, make(job))) for name, make in WAYS.items()}
@@ -161,7 +160,6 @@ def report_case(job: Job, measure: str) -> dict[str, Any]:
 
 
 def run_rank(out: Path, cases: Sequence[str], measure: str) -> None:
-    """What each of the processes does."""
     is_gpu = torch.cuda.is_available()
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")

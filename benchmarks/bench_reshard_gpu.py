@@ -1,40 +1,31 @@
 """Times the reshard on GPUs: the Trainer's Megatron parameters into live vLLM parameters.
 
 Each case is one torchrun of its own, with a real Trainer of random weights; nothing is trained. In
-each, in one process group: what the links can do; both transports, each checked by checksum before
-it is timed; both changes of phases; and the ways of others into the same vLLM parameters. A
-transport that leaves a wrong bit is not timed, and a way that fails is recorded with its error.
+each: what the links can do; both transports, each checked by checksum before it is timed; both
+changes of phases; and the ways of others into the same vLLM parameters. A transport that leaves a
+wrong bit is not timed, and a way that fails is recorded with its error.
 
 * peer, packed: `rollout.transport`, alone: no memory is mapped, no phase changed.
 * all_gather, buckets: after what verl and slime do (reshard_rivals.py).
 * mbridge_vllm: mbridge's export into vLLM's `load_weights`.
 * megatron_resharding: `megatron.core.resharding`, NCCL, into a Megatron model of the engine's size.
 
-Where training is data parallel the gather of parameters that ends the distributed optimizer's step
-is timed too, alone and together with the reshard. Cases after --fused run with
-`train.fuse_param_gather`, to be compared with that, and once without it if they are not among the
-cases before; both without others' ways.
+Where training is data parallel, the gather of parameters that ends the optimizer's step is timed
+too, alone and with the reshard. Cases after --fused run with `train.fuse_param_gather`, and once
+without it; both without others' ways.
 
     python benchmarks/bench_reshard_gpu.py OUT.json 7b/tp4/tp1 7b/tp2pp2/tp4 --fused 7b/dp4/tp4
-
-A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
-and etp) is the number of GPUs, and the sizes of an engine replica, or apart- and these, for
-replicas on further GPUs; others' ways know no such thing, and are left out there. Times are of the
-slowest rank. OUT.json is written anew after each case.
-
---num-layers takes fewer layers of the model, each as wide as it is, and --baselines tells which
-ways of others are measured: what they take grows with the number of experts.
-
     python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp1 --frozen \\
         --num-layers 12 --baselines mbridge_vllm
-
---frozen makes no gradients and no optimizer, where GPUs have no room for them beside the engine.
---at-once starts all cases at the same time, which is most of what a case takes, and measures them
-one after another; the GPUs need room for all of them. With --turn FILE ranks import all that they
-need and touch no GPU until there is that file.
-
-    python benchmarks/bench_reshard_gpu.py OUT.json qwen3-30b-a3b/dp2ep2/tp2ep2 --frozen
     python benchmarks/bench_reshard_gpu.py OUT.json 0.5b/tp1/apart-tp1 7b/tp2/tp1 --frozen --at-once
+
+A case is MODEL/TRAIN/GEN (case_name.py); others' ways know no replicas on further GPUs. Times are
+of the slowest rank. OUT.json is written anew after each case.
+
+--num-layers takes fewer layers, each as wide as it is, and --baselines names the ways of others:
+what they take grows with the number of experts. --frozen makes no gradients and no optimizer.
+--at-once starts all cases at the same time and measures them one after another; the GPUs need room
+for all. With --turn FILE ranks import what they need and touch no GPU until there is that file.
 """
 
 from __future__ import annotations
@@ -134,7 +125,6 @@ def parse() -> argparse.Namespace:
 
 
 def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns everything that the processes of a case need to know."""
     name = parse_case(case, arguments.models, "7b/tp2pp2/tp4")
     return {
         "case": case,
@@ -182,7 +172,6 @@ def launched(jobs: Sequence[Mapping[str, Any]], at_once: bool) -> Iterator[dict[
 
 
 def is_ready(folder: Path) -> bool:
-    """Whether the case of this folder has started."""
     found = folder / "result.json"
     return found.is_file() and READY in json.loads(found.read_text()).get("seconds", {})
 
@@ -193,11 +182,7 @@ def launch(
     script: str = __file__,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Runs one case under torchrun; returns what it measured, with an error if it did not end.
-
-    Args:
-        folder: an empty one; removed.
-    """
+    """Runs one case under torchrun; returns what it measured, and removes the `folder`."""
     try:
         case_file, result_file = Path(folder) / "case.json", Path(folder) / "result.json"
         model = with_num_layers(job["model"], job["num_layers"], folder)
@@ -237,11 +222,7 @@ def run_showing_progress(
 ) -> tuple[int, list[str]]:
     """Runs a command, showing its lines of progress; returns its status and its last lines.
 
-    Args:
-        command: to run.
-        limit_s: how long it may take.
-        environment: variables besides.
-        turn: a file from which on that counts; the command is ended if the file's folder goes.
+    Its time counts from when `turn` exists; the command is ended if that file's folder goes.
     """
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     process = subprocess.Popen(
@@ -270,7 +251,6 @@ def run_showing_progress(
 def _end_late(
     process: subprocess.Popen[str], limit_s: float, turn: Path | None, is_over: threading.Event
 ) -> None:
-    """Ends a command at its limit, unless it is over before."""
     while turn is not None and not turn.exists():
         if not turn.parent.exists():
             limit_s = 0.0

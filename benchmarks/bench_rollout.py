@@ -1,17 +1,13 @@
 """Measures the rollout side of a step on GPUs: an engine in the training processes (`--engine`).
 
-One case is a training layout, a rollout layout and a model of random weights. Correctness comes
-first: the first sync is verified by checksum, trainer and engine agree on the probe. Then, in this
+The first sync is verified by checksum, and trainer and engine agree on the probe. Then, in this
 order, as far as options ask for it:
 
 * --throughput: generation in the loop against the plain package (plain_engines.py) on the same
   prompts, sampling parameters and weights, in the same process.
 * --steps N: training steps, every sync verified: the mismatch of log-probabilities, the time of
-  every phase, and what the engine's own phase changes cost. --steps 0 takes none.
-
-  Of each generation in the loop, in steps and outside of them, the file has what each rank's host
-  had to do with it: the time of a fixed piece of Python just before (a host that is slower than
-  before generates more slowly too), the thread's CPU time, interruptions by others, page faults.
+  every phase, and what the engine's own phase changes cost. Of each generation, the file has the
+  time of a fixed piece of Python just before, the thread's CPU time, interruptions and page faults.
 * --interrupt: generation stopped halfway for a change of phases and back; the mismatch of what was
   begun before and ended after it, beside that of samples that nothing interrupted.
 * --cycles N: N whole steps, with the free memory after each and the mismatch of each: captured
@@ -23,10 +19,8 @@ order, as far as options ask for it:
         --throughput --steps 0 --repeats 3 --new-tokens 512
 
 A case is SIZE/TRAIN/ROLLOUT: a file benchmarks/models/qwen2.5-SIZE.json, training sizes (the rest
-of the world is data parallel) and the engine's tensor parallel size. Cases run one after another,
-or `--together N` at once where only results count and times do not. Every part says when it is
-done, and what is known by then is in OUT.partial.json; where a case ends at its limit, OUT.json has
-what it had measured, with the stacks of its ranks shortly before.
+of the world is data parallel) and the engine's tensor parallel size. `--together N` runs N cases at
+once, where times do not count. OUT.partial.json has what is known of a case so far.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ CASE = re.compile(r"^(?P<size>[\w.]+)/(?P<train>(?:(?:tp|pp|cp)\d+)+)/tp(?P<roll
 
 
 def main() -> int:
-    """Runs the cases, each in processes of its own, and writes one JSON file."""
     arguments = parse()
     if arguments.case_file:
         job = json.loads(arguments.case_file.read_text())
@@ -92,7 +85,6 @@ def parse() -> argparse.Namespace:
 
 
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns everything that the processes of a case need to know."""
     found = CASE.match(case)
     if found is None:
         sys.exit(f"case {case!r}: expected SIZE/TRAIN/ROLLOUT, e.g. 0.5b/tp2pp2/tp1")
@@ -115,7 +107,6 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines of what was found of each case."""
     for case in report["cases"]:
         name = f"{case['case']:16}"
         if "throughput" in case:

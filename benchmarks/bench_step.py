@@ -10,29 +10,21 @@ behave like a real run: no sample ends at a token of its choice.
 
     python benchmarks/bench_step.py --out OUT.json 7b/tp4/tp1 7b/dp4/tp1 0.5b/dp4/tp1
     python benchmarks/bench_step.py --out OUT.json 0.5b/dp4/tp1 --workload tailed
-
---image-tokens gives each prompt an image of so many of its tokens. --text-steps takes further steps
-with as long prompts of text alone, for comparison in the same process.
-
     python benchmarks/bench_step.py --out OUT.json qwen3-vl-4b/tp1/tp1 --image-tokens 1024 \\
         --prompt-tokens 1152 --prompts 32 --text-steps 2
 
-With a lag, --set steps.max_policy_lag=1, a step takes the prompts that are answered first, so that
-its samples have other lengths than the next one's; rates count the tokens that each step learned
-from, and lengths go round: those of the first step's prompts come again for the next ones'.
+--image-tokens gives each prompt an image of so many of its tokens; --text-steps takes further steps
+with as long prompts of text alone. With a lag, --set steps.max_policy_lag=1, rates count the tokens
+that each step learned from, and lengths go round: the first step's come again for the next ones'.
 
-A case is MODEL/TRAIN/GEN (case_name.py): a model, training sizes, whose product (but for vpp, ep
-and etp) is the number of GPUs, and the sizes of an engine replica. --num-layers takes fewer layers
-of a model that the GPUs cannot hold, each as wide as it is. The engine's weights are
-verified by checksum before and after what is timed, and a step that is not finite, learns nothing
-or has other lengths is refused. Times are of the slowest rank, medians over `--steps` after
-`--warmups`; every step is in OUT.json, which is written anew after each case, and after each step
-OUT.partial.json, which goes when the case is in OUT.json.
+A case is MODEL/TRAIN/GEN (case_name.py). --num-layers takes fewer layers of a model that the GPUs
+cannot hold. The engine's weights are verified by checksum before and after what is timed, and a
+step that is not finite, learns nothing or has other lengths is refused. Times are of the slowest
+rank, medians over `--steps` after `--warmups`; every step is in OUT.json.
 
-Memory. Nothing is offloaded or recomputed unless --set says so: that costs time, and a 7B policy
-with its reference fits into 141 GB without. `hybridrl plan` says 60 GB with tensor parallel size 4
-and micro-batches of 16,384 tokens; with 4 replicas, whose GPUs hold all weights, gradients and the
-reference, 124 GB with 8,192 tokens, which are taken there, and more than there is with 16,384.
+Nothing is offloaded or recomputed unless --set says so. `hybridrl plan` says that a 7B policy with
+its reference takes 60 GB with tensor parallel size 4 and micro-batches of 16,384 tokens, and with 4
+replicas 124 GB with 8,192 tokens, which are taken there.
 """
 
 from __future__ import annotations
@@ -59,7 +51,6 @@ PARTS = ("generation", "old", "reference", "update", "reshard", "rest")
 
 
 def main() -> int:
-    """Runs the cases one after another; returns 1 if one failed."""
     arguments = parse()
     if arguments.case_file:
         from step_case import run_case
@@ -112,7 +103,6 @@ def parse() -> argparse.Namespace:
 
 
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns everything that the processes of a case need to know."""
     name = parse_case(case, arguments.models, "7b/tp4/tp1")
     world, rollout_tp = name.num_ranks, name.rollout["tp"]
     num_replicas = name.num_apart if name.is_apart else world // rollout_tp
@@ -145,7 +135,6 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table: seconds of a step and of its parts, and what each part did."""
     parts = "".join(f"{part:>12}" for part in PARTS)
     yield f"{'case':16} {'':10} {'step':>8}{parts} {'tokens/s/GPU':>13}"
     for case in report["cases"]:

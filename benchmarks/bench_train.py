@@ -1,28 +1,25 @@
 """Times the trainer alone: the log-probability pass and the update, as shares of the GPUs' peak.
 
-Each case is one torchrun of its own with the policy of the Trainer (its layers, data-parallel
-wrapper, head, loss and optimizer), random weights and no engine. Model FLOPs (metrics/flops.py) are
-divided by time and by the rate of a large bf16 matrix product measured in the same run. Samples are
-256 prompt and 512 response tokens unless told, packed into micro-batches of 16,384 tokens.
+Each case is one torchrun of its own with the policy of the Trainer, random weights and no engine.
+Model FLOPs (metrics/flops.py) are divided by time and by the rate of a large bf16 matrix product
+measured in the same run. Samples are 256 prompt and 512 response tokens unless told, packed into
+micro-batches of 16,384 tokens.
 
     python benchmarks/bench_train.py --out OUT.json 7b/tp1dp4 7b/tp2dp2 0.5b/dp4
     python benchmarks/bench_train.py --out OUT.json 7b/tp2dp2 --layers torch --tails
 
-A case is MODEL/TRAIN: a file benchmarks/models/MODEL.json, or qwen2.5-MODEL.json, and training
-sizes, whose product, but for vpp, ep and etp, is the number of GPUs. --num-layers takes fewer of a
-model that one GPU cannot hold, each as wide as it is.
+A case is MODEL/TRAIN (case_name.py). --num-layers takes fewer of a model that one GPU cannot hold.
 
 Before anything is timed the loss of a step must be finite and the update must change the
-log-probabilities. --tails adds lengths with a long tail, where what counts is tokens that are no
-padding: packed and balanced, against samples in order of arrival, as many on each replica, padded
-to the longest of their micro-batch. --samples G gives each prompt G samples and times the passes a
-second time with shared prompts (train.share_prompts); MFU counts the FLOPs that are computed. Where
-long prompts are attended to in two calls, it also times them with copied keys. Times are of the
-slowest rank; OUT.json is written anew after each case.
+log-probabilities. --tails adds lengths with a long tail, where tokens that are no padding count:
+packed and balanced, against samples in order of arrival, padded to the longest of their
+micro-batch. --samples G gives each prompt G samples and times the passes a second time with shared
+prompts (train.share_prompts), and where long prompts are attended to in two calls also with copied
+keys; MFU counts the FLOPs that are computed. Times are of the slowest rank.
 
-Of each pass OUT.json also has the time of every iteration and how often torch's allocator asked the
-driver for memory, which stops the device; of the update its parts. --profile adds its longest
-kernels and calls, and the longest times in which a GPU had none (train_profile.py).
+OUT.json has every iteration's time, the update's parts, and how often torch's allocator asked the
+driver for memory, which stops the device. --profile adds the longest kernels and calls, and the
+longest times in which a GPU had none (train_profile.py).
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from case_record import command_of, commit
 
 
 def main() -> int:
-    """Runs the cases one after another; returns 1 if one failed."""
     arguments = parse()
     if arguments.case_file:
         from train_case import run_case
@@ -82,7 +78,6 @@ def parse() -> argparse.Namespace:
 
 
 def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns everything that the processes of a case need to know."""
     name = parse_case(case, arguments.models, "7b/tp2dp2")
     sample = arguments.prompt_tokens + arguments.response_tokens
     if sample > arguments.micro_batch_tokens:
@@ -127,13 +122,8 @@ def run_jobs(
 ) -> int:
     """Runs cases one after another and prints them; returns 1 if one failed.
 
-    Args:
-        benchmark: what is measured, for the report.
-        jobs: the cases.
-        out: the report, written anew after each case.
-        script: the benchmark that a case's ranks run.
-        table: gives the lines of a table of the report.
-        at_once: how many cases run at the same time.
+    `script` is the benchmark that a case's ranks run, `table` gives the lines of a table of the
+    report, which is written to `out` anew after each case.
     """
     report: dict[str, Any] = {
         "benchmark": benchmark,
@@ -170,7 +160,6 @@ def launch_case(job: Mapping[str, Any], script: str) -> dict[str, Any]:
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table."""
     yield f"{'case':14} {'what':20} {'ms':>9} {'p90':>9} {'tokens/s/GPU':>13} {'MFU':>6} {'GiB':>6}"
     for case in report["cases"]:
         for name, found in case.get("passes", {}).items():

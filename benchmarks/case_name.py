@@ -25,16 +25,7 @@ RANKS = ("tp", "pp", "cp", "dp")
 
 @dataclass(frozen=True)
 class CaseName:
-    """A case, as its name says.
-
-    Args:
-        model: file of the model's config.json.
-        train: sizes of `train`, by axis; `dp` follows from them and the number of ranks.
-        dp: data-parallel replicas.
-        rollout: sizes of `rollout`, by axis; empty where the case does not generate.
-        is_apart: the engines are on further ranks than those that train.
-        num_apart: how many replicas there are on these.
-    """
+    """A case, as its name says; `is_apart` if `num_apart` replicas are on ranks of their own."""
 
     model: Path
     train: Mapping[str, int]
@@ -45,12 +36,10 @@ class CaseName:
 
     @property
     def num_train_ranks(self) -> int:
-        """GPUs that the training layout takes."""
         return self.dp * math.prod(self.train.get(axis, 1) for axis in RANKS if axis != "dp")
 
     @property
     def num_ranks(self) -> int:
-        """GPUs of the case."""
         apart = self.num_apart * self.rollout["tp"] if self.is_apart else 0
         return self.num_train_ranks + apart
 
@@ -69,24 +58,13 @@ class CaseName:
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sizes of a model's decoder, which the config.json of a model with a vision tower
-    may nest.
-    """
+    """Returns the sizes of a model's decoder, which a model with a vision tower may nest."""
     found: dict[str, Any] = config.get("text_config", config)
     return found
 
 
 def with_num_layers(model: str | Path, num_layers: int | None, folder: str | Path) -> str:
-    """Writes a model's config.json into a folder, with so many layers, each as wide as it is.
-
-    Args:
-        model: its file.
-        num_layers: None: as many as it has.
-        folder: gets the file `model.json`.
-
-    Returns:
-        The path of that file.
-    """
+    """Writes a model's config.json with so many layers into a folder; returns its path."""
     config = json.loads(Path(model).read_text())
     if num_layers is not None:
         text_of(config)["num_hidden_layers"] = num_layers
@@ -96,12 +74,7 @@ def with_num_layers(model: str | Path, num_layers: int | None, folder: str | Pat
 
 
 def parse_case(case: str, models: Path, example: str) -> CaseName:
-    """Returns what a case's name says; ends the program with a message if it is none.
-
-    Args:
-        models: folder of the models' config files.
-        example: a name of as many parts.
-    """
+    """Returns what a case's name says; ends the program if it has other parts than `example`."""
     model, *parts = case.split("/")
     is_apart = len(parts) > 1 and parts[1].startswith(APART)
     parts = [part.removeprefix(APART) if index else part for index, part in enumerate(parts)]

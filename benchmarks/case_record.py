@@ -57,9 +57,6 @@ def end_late(job: Mapping[str, Any]) -> None:
 
     A thread writes them. Where it cannot, since another one keeps Python's lock, faulthandler does,
     which looks at frames that may change meanwhile, and ends at one that does.
-
-    Args:
-        job: the case; `limit_s` counts from `launched_at`.
     """
     path = Path(job["folder"], f"stacks.{os.environ['RANK']}.txt")
     file = path.open("w")  # noqa: SIM115  # stays open: it is written to at the limit
@@ -78,7 +75,6 @@ def _end(file: TextIO) -> None:
 
 
 def stacks_of(folder: str | Path) -> dict[str, str]:
-    """Returns the stacks that ranks have written, by rank."""
     found = {file.suffixes[0][1:]: file.read_text() for file in Path(folder).glob("stacks.*.txt")}
     return {rank: text for rank, text in sorted(found.items()) if text}
 
@@ -87,9 +83,8 @@ def stacks_of(folder: str | Path) -> dict[str, str]:
 class CaseRecord:
     """A case and what is known of it so far.
 
-    Args:
-        job: what the case was told; `folder` gets the result, and so does the file `partial` where
-            one is named, which outlives a parent that is killed.
+    `job["folder"]` gets the result, and so does the file `partial` where one is named, which
+    outlives a parent that is killed.
     """
 
     job: Mapping[str, Any]
@@ -98,11 +93,9 @@ class CaseRecord:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the case was launched."""
         return time.time() - float(self.job["launched_at"])
 
     def save(self, done: str, found: str = "") -> None:
-        """Writes the result so far, and says what is done and what was found."""
         if int(os.environ["RANK"]) != 0:
             return
         seconds = self.age_s
@@ -121,9 +114,7 @@ class CaseRecord:
         sys.stdout.flush()
 
     def begin(self) -> None:
-        """Begins the record: from now on rank 0 says where it is whenever it has said nothing for a
-        while, and all ranks end with their stacks written shortly before the case's limit.
-        """
+        """Begins to say where rank 0 is; all ranks end shortly before the case's limit."""
         end_late(self.job)
         self.save("starting")
         if int(os.environ["RANK"]) == 0:
@@ -139,11 +130,7 @@ class CaseRecord:
 
 
 def where(stack: Sequence[FrameSummary]) -> str:
-    """Returns the innermost calls of a thread, and the innermost one in this repository.
-
-    Args:
-        stack: the thread's calls, innermost first.
-    """
+    """Returns the innermost calls of a thread, and the innermost one in this repository."""
     calls, of_ours = list[str](), ""
     for one in stack:
         file = Path(one.filename)

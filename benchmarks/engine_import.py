@@ -16,15 +16,7 @@ from bench_reshard_gpu import POLL_S
 
 
 def import_engine(engine: str, tp: int = 1) -> None:
-    """Imports an engine's package as its adapter does; touches no GPU.
-
-    Args:
-        engine: its name.
-        tp: ranks of a replica.
-
-    Raises:
-        UserError: it is missing or does not fit this host.
-    """
+    """Imports an engine's package as its adapter does; touches no GPU. Raises UserError."""
     is_cpu = not torch.cuda.is_available()
     if engine == "vllm":
         from hybridrl.rollout.vllm import start as vllm_start
@@ -41,12 +33,7 @@ def import_engine(engine: str, tp: int = 1) -> None:
 
 
 def after_turn(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Imports what a case needs, but touches no GPU, and waits for the case's turn; returns the job
-    as launched then.
-
-    Raises:
-        SystemExit: whoever gives turns is gone.
-    """
+    """Imports a case's needs without touching a GPU, and waits for its turn; returns the job."""
     import_engine("vllm")
     turn = Path(job["turn"])
     while not turn.exists():

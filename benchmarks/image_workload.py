@@ -18,11 +18,7 @@ NUM_MARKS = 2  # tokens before and after an image
 
 
 def image_model(model: str, folder: str) -> str:
-    """Writes a model's config.json and its processor's file into a folder, and returns the folder.
-
-    Args:
-        model: File of the model's config.json.
-    """
+    """Writes a model's config.json and its processor's file into a folder that it returns."""
     config = json.loads(Path(model).read_text())
     vision, place = config["vision_config"], Path(folder, "model")
     place.mkdir(exist_ok=True)
@@ -52,12 +48,7 @@ def side_of(model: str, image_tokens: int) -> int:
 def image_prompts(
     number: int, num_tokens: int, vocab_size: int, model: str, image_tokens: int
 ) -> list[dict[str, Any]]:
-    """Returns random prompts of so many tokens, each with an image that no other has.
-
-    Args:
-        model: Folder of the model.
-        image_tokens: Tokens of an image.
-    """
+    """Returns random prompts of so many tokens, each with an image that no other has."""
     side = side_of(model, image_tokens)
     rows = random_prompts(number, num_tokens - image_tokens - NUM_MARKS, vocab_size)
     return [

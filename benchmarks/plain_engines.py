@@ -65,9 +65,7 @@ def forget_sglang(trainer: Any) -> None:
 
 
 def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
-    """SGLang's loop with SGLang's sampler and its own way with tokens, which are not read before
-    the end.
-    """
+    """SGLang's loop with its sampler and its way with tokens, which are read at the end."""
     from sglang.srt.layers.sampler import create_sampler
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler import Scheduler

@@ -27,11 +27,7 @@ def random_prompts(number: int, num_tokens: int, vocab_size: int) -> list[dict[s
 def word_tokenizer(
     vocab_size: int, special: Mapping[int, str] = MappingProxyType({})
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a word for each token, its number.
-
-    Args:
-        special: names of special tokens, by token.
-    """
+    """Returns a tokenizer with a word for each token, its number, and `special` names."""
     words = {special.get(i, str(i)): i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.add_special_tokens(list(special.values()))

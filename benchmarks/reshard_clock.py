@@ -43,7 +43,6 @@ class Timing:
         host_ms: by rank, the same until the host was free again.
         allocations: of device memory by torch's allocator, of the rank that made most, all
             iterations together.
-        peak_bytes: most that it took at once beside what was there, of the fullest rank.
     """
 
     rank_ms: Sequence[Sequence[float]]
@@ -86,26 +85,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Clock:
-    """Times collective work on all ranks.
-
-    Args:
-        device: of this rank.
-        gather: joins what the ranks found.
-    """
+    """Times collective work on all ranks; `gather` joins what they found."""
 
     def __init__(self, device: torch.device, gather: Gather) -> None:
         self._is_gpu, self.gather = device.type == "cuda", gather
         self._token = torch.zeros(1, device=device)
 
     def synchronize(self) -> None:
-        """Waits for this rank's device."""
         if self._is_gpu:
             torch.cuda.synchronize()
 
     def line_up(self) -> None:
-        """Waits until no rank's device has anything left to do; allocates nothing, as
-        `dist.barrier` does.
-        """
+        """Waits until no rank's device has work left; allocates nothing, as `dist.barrier` does."""
         self.synchronize()
         dist.all_reduce(self._token)
         self.synchronize()
@@ -203,9 +194,7 @@ def matmul_rate(clock: Clock, device: torch.device, dtype: torch.dtype) -> dict[
 
 
 def link_rates(clock: Clock, device: torch.device, iterations: int = 10) -> dict[str, Any]:
-    """Returns, by way, the GB/s that each rank receives when it takes as much from every other, and
-    by copy engine from one other.
-    """
+    """Returns GB/s that each rank receives from all others, and by copy engine from one."""
     num_bytes = (1 << 30) if device.type == "cuda" else 1 << 20
     world = dist.get_world_size()
     mine = torch.randint(0, 100, (num_bytes,), dtype=torch.uint8, device=device)

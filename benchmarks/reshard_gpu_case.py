@@ -301,9 +301,7 @@ class Case(CaseRecord):
 def freeze(
     model: ParallelModel, _learning_rate: float, peer_weights: PeerWeights | None = None
 ) -> None:
-    """Stands in for `ParallelModel.make_trainable`: parameters where other ranks can read them, and
-    neither gradients nor an optimizer.
-    """
+    """Stands in for `ParallelModel.make_trainable`: no gradients and no optimizer."""
     for chunk in model.chunks:
         chunk.eval()
     model._peer_weights = peer_weights

@@ -40,9 +40,7 @@ def spoil(engine: Mapping[str, Tensor]) -> None:
 
 
 def checksums(engine: Mapping[str, Tensor]) -> Tensor:
-    """Returns the sum of each tensor's bits as integers, queued behind what writes them; nothing on
-    a rank without an engine.
-    """
+    """Returns the sum of each tensor's bits, queued behind what writes them."""
     sums = [t.view(BITS_OF[t.element_size()]).sum(dtype=torch.int64) for t in engine.values()]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
 
@@ -64,9 +62,6 @@ def give_memory_back() -> None:
 @contextmanager
 def mbridge_way(trainer: Any, own: Mapping[str, Tensor]) -> Iterator[Way]:
     """mbridge's export into vLLM's loader.
-
-    Args:
-        own: engine parameters that are not the trainer's memory.
 
     Its weights are drawn by Megatron, and other than the Trainer's: that all were written is all
     that is checked. Those of the Trainer that are the engine's too are as before in the end.

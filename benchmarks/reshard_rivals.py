@@ -24,18 +24,7 @@ from hybridrl.parallel.layout import TrainLayout
 
 @dataclass(frozen=True)
 class Place:
-    """What such a way knows of a case, on one rank.
-
-    Args:
-        rank: this one.
-        shape: of the model.
-        train: the training layout.
-        sources: of every rank; only names and shapes of its Megatron parameters are read.
-        trained: this rank's parameters by layout name, all of one type, in one model chunk.
-        engine: the engine's parameters on this rank by name; written.
-        tp, tp_rank: this rank's part of its engine.
-        tp_group, pp_group: of training, this rank's.
-    """
+    """What such a way knows of a case, on one rank; only names and shapes of `sources` are read."""
 
     rank: int
     shape: ModelShape
@@ -60,12 +49,7 @@ class Place:
 
 
 class FullTensors:
-    """A way that makes full tensors on each rank, for an engine's loader to cut its part out.
-
-    Args:
-        place: this rank's.
-        counts_staging: whether to keep `staging_bytes`, which takes time.
-    """
+    """Makes full tensors on each rank; `counts_staging` keeps `staging_bytes` and takes time."""
 
     def __init__(self, place: Place, counts_staging: bool = False) -> None:
         self.place, self.engine, self._counts_staging = place, place.engine, counts_staging
@@ -128,10 +112,7 @@ class Parameter:
 
 class AllGatherWay(FullTensors):
     """Parameters to all stages, gathered, converted, loaded: one after the other (verl's way), or
-    buckets of full tensors at once (slime's).
-
-    Args:
-        bucket_bytes: most that one bucket holds, but for a larger parameter; 0: each for itself.
+    buckets of full tensors of at most `bucket_bytes` at once (slime's).
     """
 
     def __init__(self, place: Place, bucket_bytes: int = 0, **keywords: Any) -> None:

@@ -129,9 +129,7 @@ class Case(CaseRecord):
         self.save("throughput", f"loop to plain {self.result['throughput']['loop_to_plain']:.3f}")
 
     def generate(self, prompts: Any, way: str) -> tuple[float, int]:
-        """Generates samples in one way; returns the seconds of the slowest rank, and the tokens of
-        all replicas, 0 where they are not counted.
-        """
+        """Generates in one way; returns the slowest rank's seconds and all replicas' tokens."""
         trainer, plain, num_tokens = self.trainer, PLAIN[self.job["engine"]], 0
         plain.forget(trainer)
         self.host = {"python_ms": python_s() * 1e3}
@@ -164,9 +162,7 @@ class Case(CaseRecord):
                 self.save(f"step {number + 1}", f"{phases_of(metrics)}; {host}")
 
     def interrupt(self) -> None:
-        """Samples with and without a change of phases in the middle; their distance from the
-        trainer's log-probabilities.
-        """
+        """Samples with and without a change of phases halfway; returns both mismatches."""
         trainer = self.trainer
         prompts = trainer.prompts.take(trainer.config.steps.prompts_per_step)
         sampler, found = trainer.sampler, self.result.setdefault("interrupted", {})
@@ -188,9 +184,7 @@ class Case(CaseRecord):
             self.save(name, f"{found[name]:.4f}")
 
     def take_cycles(self) -> None:
-        """Takes whole steps; the free memory at the end of each, in rollout and at the end of
-        training; on CPU it is not measured.
-        """
+        """Takes whole steps; returns the free memory in rollout and at the end of training."""
         trainer, mismatch = self.trainer, list[float]()
         free: dict[str, list[int]] = {"rollout": [], "training": []}
         for number in range(1, self.job["cycles"] + 1):
@@ -230,12 +224,7 @@ class Case(CaseRecord):
 
 
 def throughput(num_tokens: int, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Returns what a result file keeps of the ways of generation.
-
-    Args:
-        num_tokens: of all replicas, in each repeat.
-        seconds: by way, of each repeat.
-    """
+    """Returns what a result file keeps of the ways' `seconds` in each repeat."""
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
     others = ("plain", "plain_without_logprobs")
     return {

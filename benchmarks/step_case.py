@@ -200,9 +200,7 @@ class Case(CaseRecord):
     def mfu(
         self, metrics: Mapping[str, float], seconds: Mapping[str, float], step_s: float
     ) -> dict[str, float]:
-        """Returns model FLOPs as shares of what the GPUs could do in the time of each part that
-        there was.
-        """
+        """Returns model FLOPs as shares of what the GPUs could do in each part's time."""
         times = {
             "generate": seconds["generation"],
             "logprobs": seconds["old"] + seconds["reference"],
@@ -289,9 +287,7 @@ class Case(CaseRecord):
         }
 
     def tower_times(self) -> list[dict[str, float]]:
-        """Returns the times of the vision tower's forward passes over different numbers of
-        images, and the memory that they need.
-        """
+        """Returns time and memory of the vision tower by number of images."""
         from hybridrl.models.vision.tower import image_features
 
         processor = self.trainer.source.extra_inputs.processor
@@ -330,9 +326,6 @@ class DeviceMemory:
     one needs, since there is room for it, that is not what it needs.
 
     Args:
-        context_bytes: in use before there was a Trainer.
-        others_bytes: in use beside torch's allocator.
-        peaks: most bytes by phase.
         course: at each point of the start, bytes in use and those that torch's allocator holds.
     """
 
@@ -353,7 +346,6 @@ class DeviceMemory:
         """Takes in how full the device is at a point of the run.
 
         Args:
-            point: Name of it.
             gradients: Bytes of gradients that torch's allocator does not count.
         """
         if torch.cuda.is_available():
@@ -363,13 +355,7 @@ class DeviceMemory:
             self.course[point] = used_bytes(), held
 
     def note_peaks(self, trainer: Any, keeps_gradients: bool, keeps_engine: bool) -> None:
-        """Takes in the peaks of the step that has just ended.
-
-        Args:
-            trainer: That took it.
-            keeps_gradients: Whether there were gradients while it generated.
-            keeps_engine: Whether the engine had its memory while the policy trained.
-        """
+        """Takes in the last step's peaks, and what was kept beside each phase."""
         if not torch.cuda.is_available():
             return
         *_, engine = pool_bytes()
@@ -402,9 +388,7 @@ def unseen_gradients(trainer: Any) -> int:
 
 
 def pool_bytes() -> tuple[int, int, int]:
-    """Returns bytes of the pools that vLLM unmaps to sleep: that torch counts, that are mapped, and
-    that an engine that is awake has.
-    """
+    """Returns bytes of vLLM's pools that torch counts, that are mapped, and when awake."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     if (allocator := CuMemAllocator.instance) is None:

@@ -138,11 +138,7 @@ class Case(CaseRecord):
     def attempt(
         self, name: str, batch: TrainBatch, run: Callable[[TrainBatch], None], flops: float
     ) -> dict[str, Any]:
-        """Measures one pass over a batch.
-
-        Args:
-            flops: of the model, on one GPU.
-        """
+        """Measures one pass over a batch; `flops` are of the model, on one GPU."""
 
         def measure() -> dict[str, Any]:
             if not self.platform.is_cpu:
@@ -175,9 +171,6 @@ class Case(CaseRecord):
     def asked_of_driver(self, counts: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         """Returns, of the rank whose allocator asked most of the driver, how often it did in each
         pass, warm-ups too, and the most memory that it held.
-
-        Args:
-            counts: from `driver_counts`, before the first pass and after each.
         """
         if not counts[0]:
             return {}
@@ -245,9 +238,7 @@ class Case(CaseRecord):
         }
 
     def measure_tails(self) -> None:
-        """Compares packed, balanced micro-batches of unequal samples with padded ones that are not
-        balanced.
-        """
+        """Compares packed, balanced micro-batches of unequal samples with padded ones."""
         sizes = self.tailed_sizes()
         budget, replicas = self.job["micro_batch_tokens"], self.job["replicas"]
         pipeline = self.policy.model.mesh.layout
@@ -303,9 +294,7 @@ class Case(CaseRecord):
         return sizes
 
     def batch_of(self, sizes: Sequence[tuple[int, int]], samples: int = 1) -> TrainBatch:
-        """Returns a batch of random tokens: prompts and responses of these sizes; so many samples
-        after each other have the first one's prompt.
-        """
+        """Returns a batch of random tokens; so many neighbours share their prompt."""
         draw = torch.Generator().manual_seed(3)
         vocab = self.policy.model.source.shape.vocab_size
 
@@ -330,13 +319,8 @@ class Case(CaseRecord):
 def padded_in_order(
     sizes: Sequence[tuple[int, int]], budget: int, replicas: int, multiple: int = 1
 ) -> tuple[list[tuple[int, int]], Schedule]:
-    """Returns how a trainer that neither packs nor balances takes samples: the same number on each
-    replica, in order of arrival, responses padded to the longest of their micro-batch.
-
-    Args:
-        sizes: tokens of each sample's prompt and response.
-        budget: most tokens of a micro-batch, padding counted.
-        multiple: what interleaved pipelines need the number of micro-batches to be a multiple of.
+    """Returns samples as a trainer takes them that neither packs nor balances: the same number on
+    each replica, in order, responses padded to the longest of their micro-batch of `budget` tokens.
 
     Returns:
         The sizes with padding, and the micro-batches of each replica.

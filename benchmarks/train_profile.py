@@ -42,9 +42,7 @@ def driver_counts() -> dict[str, int]:
 
 
 def profiled(run: Callable[[], object]) -> dict[str, Any]:
-    """Runs something on a GPU and returns what `said_of` says of it, and the `operations` that took
-    the host longest.
-    """
+    """Runs something on a GPU; returns `said_of` it, and the longest `operations` of the host."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as seen:
         run()
@@ -64,10 +62,6 @@ def profiled(run: Callable[[], object]) -> dict[str, Any]:
 
 def said_of(kernels: Iterable[Span], calls: Iterable[Span]) -> dict[str, Any]:
     """Returns the longest kernels and calls of the driver, and the longest times without a kernel.
-
-    Args:
-        kernels: what the device did, on any of its streams, copies too.
-        calls: of the host into CUDA's runtime and driver.
 
     Returns:
         `span_ms` from the first kernel to the last, `busy_ms` of it with one, `kernels`, `calls`
@@ -111,11 +105,7 @@ def totals(spans: Iterable[Span], most: int) -> list[dict[str, Any]]:
 
 
 def call_during(gap: Span, calls: Sequence[Span]) -> Mapping[str, Any]:
-    """Returns the name of the calls that took most of a gap, and their milliseconds in it.
-
-    Args:
-        calls: by their start.
-    """
+    """Returns the calls, sorted by start, that took most of a gap, and their milliseconds."""
     within: dict[str, float] = {}
     for call in calls[: bisect.bisect_left(calls, Span(gap.end, -math.inf, ""))]:
         shared = min(call.end, gap.end) - max(call.start, gap.start)
