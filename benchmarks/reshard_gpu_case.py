@@ -24,14 +24,7 @@ from case_record import READY, TURN, CaseRecord
 from engine_import import after_turn
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates, machine
-from reshard_libraries import (
-    Way,
-    checksums,
-    give_memory_back,
-    mbridge_way,
-    megatron_way,
-    spoil,
-)
+from reshard_libraries import Way, checksums, give_memory_back, mbridge_way, megatron_way, spoil
 from reshard_rivals import AllGatherWay, Place
 
 from hybridrl.config.load import load_config_dict

@@ -1,8 +1,6 @@
 """Sessions of agents: the conversations of an episode, and all open sessions. No torch.
 
-forest.py finds the turn that a request continues, limits.py checks budgets, and turn_rows.py makes
-rows of training data. Invariant: a row's tokens are exactly the tokens that the engine received and
-sampled, and nothing is decoded and encoded again.
+forest.py finds the turn that a request continues, and makes rows of training data.
 
 Any thread may call any function. No lock is held while a turn is sampled, so a session may have
 several turns at the same time.
@@ -16,18 +14,26 @@ import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from hybridrl.agents.chat_template import ChatTemplate
 from hybridrl.agents.conversation import BadRequest, ContextOverflow, Conversation, next_digest
-from hybridrl.agents.forest import Forest, Prepared, Turn, rendered_input, token_input
-from hybridrl.agents.limits import Limits
+from hybridrl.agents.forest import (
+    Forest,
+    Prepared,
+    Turn,
+    rendered_input,
+    rows_of,
+    token_input,
+    undelivered,
+)
 from hybridrl.agents.samples import Budgets, Message, Picker, Row, SessionResult, picked
-from hybridrl.agents.turn_rows import rows_of, undelivered
 from hybridrl.errors import UserError
 from hybridrl.rollout.engine import Completion
 
 MAX_REMEMBERED = 4096  # ended sessions whose tokens are still recognised
+TURN_BUDGET, TOKEN_BUDGET = "turn_budget_exhausted", "token_budget_exhausted"
 
 
 class SessionEnded(BadRequest):
@@ -35,6 +41,62 @@ class SessionEnded(BadRequest):
 
     def __init__(self) -> None:
         super().__init__("This session has ended.", code="session_ended", status=410)
+
+
+class Limits:
+    """Admits turns while the limits of a session allow it. Not for several threads at the same
+    time.
+    """
+
+    def __init__(self, budgets: Budgets, max_context: int) -> None:
+        bound = budgets.max_row_tokens
+        self._budgets = budgets
+        self.max_context = max_context if bound is None else min(bound, max_context)
+        self._num_requested = self._num_abandoned = self._num_sampled = 0
+        self.reached: Literal["turns", "tokens"] | None = None
+
+    def admit(self, prepared: Prepared, max_tokens: int | None) -> Prepared:
+        """Returns a turn with its number and token limit.
+
+        Turns that are sampled at the same time may together exceed `max_sampled_tokens`.
+
+        Raises:
+            BadRequest: A budget is exhausted, or the messages are too long.
+        """
+        budgets, num = self._budgets, len(prepared.tokens)
+        if num >= self.max_context:
+            self.note_overflow()
+            raise ContextOverflow(num, self.max_context)
+        num_taken = self._num_requested - self._num_abandoned
+        if budgets.max_turns is not None and num_taken >= budgets.max_turns:
+            self.reached = self.reached or "turns"
+            raise BadRequest(
+                f"This session may take {budgets.max_turns} turns, and has taken all of them.",
+                code=TURN_BUDGET,
+            )
+        limits = [self.max_context - num, max_tokens, budgets.max_turn_tokens]
+        if budgets.max_sampled_tokens is not None:
+            limits.append(budgets.max_sampled_tokens - self._num_sampled)
+            if self._num_sampled >= budgets.max_sampled_tokens:
+                self.reached = self.reached or "tokens"
+                raise BadRequest(
+                    f"This session may sample {budgets.max_sampled_tokens} tokens, and has "
+                    "sampled all of them.",
+                    code=TOKEN_BUDGET,
+                )
+        most = min(limit for limit in limits if limit is not None)
+        self._num_requested += 1
+        return replace(prepared, max_new_tokens=most, turn=self._num_requested - 1)
+
+    def give_back(self) -> None:
+        """Gives an admitted turn that was not sampled back to the turn budget."""
+        self._num_abandoned += 1
+
+    def note_overflow(self) -> None:
+        self.reached = self.reached or "tokens"
+
+    def note_sampled(self, num_tokens: int) -> None:
+        self._num_sampled += num_tokens
 
 
 class Session:

@@ -20,7 +20,6 @@ from torch.nn.functional import logsigmoid
 from hybridrl.algorithms.advantage import response_values, sample_column
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
-from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer, TrainBatch
 
@@ -37,12 +36,7 @@ class ResponseLoss(Generic[Config]):
     """An algorithm whose loss is a function of whole responses; subclasses define `losses`."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.name = config.name
-
-    @property
-    def needs(self) -> Needs:
-        return self.config.needs
+        self.config, self.name, self.needs = config, config.name, config.needs
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns each sample's share of the loss (B,), and parts to report as metrics.

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.algorithms.advantage import (
-    gae,
-    response_column,
-    whiten_tokens,
-)
+from hybridrl.algorithms.advantage import gae, response_column, whiten_tokens
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.config.algorithm import ReinforceConfig

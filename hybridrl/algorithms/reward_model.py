@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.preference import IMPLICIT, LOSS, pairs
-from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import PAIR_MARGIN, RewardModelConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
@@ -31,11 +30,7 @@ class RewardModel:
     name = "reward_model"
 
     def __init__(self, config: RewardModelConfig) -> None:
-        self.config = config
-
-    @property
-    def needs(self) -> Needs:
-        return self.config.needs
+        self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Stores, at each response's last token, minus the loss's derivative by its score."""

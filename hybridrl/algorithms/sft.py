@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
-from hybridrl.config.needs import Needs
 from hybridrl.config.schema import SftConfig
 from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
@@ -16,11 +15,7 @@ class Sft:
     name = "sft"
 
     def __init__(self, config: SftConfig) -> None:
-        self.config = config
-
-    @property
-    def needs(self) -> Needs:
-        return self.config.needs
+        self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch unchanged, because demonstrations have no advantages."""

@@ -39,6 +39,7 @@ from torch import Tensor
 from hybridrl.contracts.checks import (
     FLAG,
     INTEGER,
+    LENGTHS,
     NO_MASK,
     NUMBER,
     RESPONSE,
@@ -49,12 +50,13 @@ from hybridrl.contracts.checks import (
     BatchError,
     Producer,
     check,
+    check_lengths,
     check_observed,
+    check_observed_counts,
     columns_of,
     holds,
 )
 from hybridrl.contracts.holders import Holders
-from hybridrl.contracts.length_checks import LENGTHS, check_lengths, check_observed_counts
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.ragged import (

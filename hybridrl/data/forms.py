@@ -20,14 +20,7 @@ from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
 from hybridrl.data.images import Found, images_of, in_message, placed, refuse_images
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
-from hybridrl.data.rows import (
-    MAX_LEADING_BAD,
-    BadRows,
-    Row,
-    half_pair,
-    raw_rows,
-    refuse_videos,
-)
+from hybridrl.data.rows import MAX_LEADING_BAD, BadRows, Row, half_pair, raw_rows, refuse_videos
 from hybridrl.data.trees import DESCRIPTION as TREES
 from hybridrl.data.trees import expand_trees
 from hybridrl.errors import BadRowError, DataError, short

@@ -1,7 +1,7 @@
 """Manages responses of agents: programs that request turns of the policy over HTTP.
 
 A response is an episode of an agent. It ends when the program ends, and consists of the program's
-conversations, with exactly the tokens that the engine received and sampled (agents/turn_rows.py).
+conversations, with exactly the tokens that the engine received and sampled (agents/forest.py).
 
 Who waits for whom: only the first rank of a replica has an endpoint and runs programs. Between
 engine steps this rank sends the new requests and the responses that ended to the other ranks of its

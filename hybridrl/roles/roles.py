@@ -23,12 +23,7 @@ from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
 from hybridrl.errors import UserError
-from hybridrl.metrics.flops import (
-    GeneratedLengths,
-    forward_flops,
-    generate_flops,
-    train_flops,
-)
+from hybridrl.metrics.flops import GeneratedLengths, forward_flops, generate_flops, train_flops
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.settings import lora_of
 from hybridrl.models.families.by_length import positions_summary

@@ -12,10 +12,9 @@ import pytest
 from test_agent_runners import Held, host_of
 
 from hybridrl.agents.backend import SamplingTerms, TurnRequest
-from hybridrl.agents.conversation import BadRequest
+from hybridrl.agents.conversation import BadRequest, ContextOverflow
 from hybridrl.agents.host import AgentHost
 from hybridrl.agents.host_settings import HostSettings
-from hybridrl.agents.limits import ContextOverflow
 from hybridrl.agents.samples import Budgets, pick_all
 from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.agents.tasks import Report
