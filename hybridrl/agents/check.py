@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 from hybridrl.agents.command import Bubblewrap
 from hybridrl.agents.own_environment import OwnEnvironment
 from hybridrl.agents.samples import PICKERS, Picker
 from hybridrl.config.agent import AgentConfig
-from hybridrl.config.own_code import imported
+from hybridrl.config.own_code import found_callable
 from hybridrl.errors import MISSING, UserError
 
 
@@ -38,7 +36,8 @@ def find_picker(agent: AgentConfig) -> Picker:
     """Returns the function for `agent.rows`. Raises UserError if it does not exist."""
     if agent.rows in PICKERS:
         return PICKERS[agent.rows]
-    picker: Picker = _callable("agent.rows", agent.rows, f"{', '.join(PICKERS)} or ")
+    allowed = f"{', '.join(PICKERS)} or package.module:function"
+    picker: Picker = found_callable(agent.rows, "agent.rows", allowed)
     return picker
 
 
@@ -46,7 +45,7 @@ def _checked_function(agent: AgentConfig) -> None:
     if agent.function is None:
         return
     if agent.python is None:
-        _callable("agent.function", agent.function)
+        found_callable(agent.function, "agent.function", "package.module:function")
         return
     environment = OwnEnvironment(agent.python)
     try:
@@ -60,16 +59,3 @@ def _checked_function(agent: AgentConfig) -> None:
 def _checked_sandbox(agent: AgentConfig) -> None:
     if agent.sandbox == "bubblewrap":
         Bubblewrap()
-
-
-def _callable(key: str, path: str, others: str = "") -> Callable[..., Any]:
-    allowed = f"{others}package.module:function"
-    try:
-        found = imported(path)
-    except ImportError as error:
-        raise UserError(key, path, allowed, f"Importing it failed: {error}.") from error
-    if not callable(found):
-        kind = type(found).__name__
-        raise UserError(key, path, allowed, f"It is a {kind}, which cannot be called.")
-    checked: Callable[..., Any] = found
-    return checked

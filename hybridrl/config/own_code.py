@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,19 @@ def imported(path: str) -> Any:
         raise ImportError(f"{type(error).__name__}{at}: {error_text(error)}") from error
     except BaseException as error:  # such as sys.exit, which would end the command
         raise ImportError(f"it {failure_text(error)} at {_lines(error)}") from error
+
+
+def found_callable(path: str, key: str, allowed: str) -> Callable[..., Any]:
+    """Returns what a dotted path names. Raises UserError with the key if it is not callable."""
+    try:
+        found = imported(path)
+    except ImportError as error:
+        raise UserError(key, path, allowed, f"Importing it failed: {error}.") from error
+    if not callable(found):
+        remedy = f"It is a {type(found).__name__}, which cannot be called."
+        raise UserError(key, path, allowed, remedy)
+    checked: Callable[..., Any] = found
+    return checked
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hybridrl.training.batches.batch_plan import ModelInput
 from hybridrl.training.model import ParallelModel
 
 Keep = Callable[[str, Tensor], None]
+Pick = Callable[[Any, Any], Any]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1)
 
 
@@ -87,37 +89,42 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
     decoder: Any = model.get_submodule("model")
     modules = dict(model.named_modules())
 
-    def watch(module: nn.Module, stage: str, pick: Callable[[Any, Any], Any]) -> None:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if (stream := pick(inputs, output)) is not None:
-                keep(stage, stream)
-
-        handles.append(module.register_forward_hook(hook))
-
     def norm_input(inputs: Any, output: Any) -> Any:
         return output[1] if isinstance(output, tuple) else inputs[0]
 
     def total(inputs: Any, output: Any) -> Any:
         return output[0] + output[1] if isinstance(output, tuple) else output
 
-    def first(inputs: Any, output: Any) -> Any:
-        return output[0] if isinstance(output, tuple) else output
-
     def logits(inputs: Any, output: Any) -> Any:
-        return getattr(output, "next_token_logits", first(inputs, output))
+        return getattr(output, "next_token_logits", _first(inputs, output))
 
-    handles: list[Any] = []
-    try:
-        watch(decoder.embed_tokens, "embedding", first)
+    with ExitStack() as watched:
+        watch = partial(_watch, watched, keep)
+        watch(decoder.embed_tokens, "embedding")
         for number, layer in enumerate(decoder.layers):
             watch(layer.post_attention_layernorm, f"layers.{number}.attention", norm_input)
             watch(layer, f"layers.{number}.mlp", total)
-        watch(decoder.norm, "norm", first)
+        watch(decoder.norm, "norm")
         watch(modules.get("logits_processor") or modules["lm_head"], "logits", logits)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _first(inputs: Any, output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _first_input(inputs: Any, output: Any) -> Any:
+    return _first((), inputs[0])
+
+
+def _watch(
+    watched: ExitStack, keep: Keep, module: nn.Module, stage: str, pick: Pick = _first
+) -> None:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if (stream := pick(inputs, output)) is not None:
+            keep(stage, stream)
+
+    watched.callback(module.register_forward_hook(hook).remove)
 
 
 def trainer_streams(
@@ -168,30 +175,19 @@ def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> T
 
 @contextmanager
 def _megatron_hooks(model: ParallelModel, keep: Keep) -> Iterator[None]:
-    handles: list[Any] = []
-
-    def watch(module: nn.Module, stage: str, is_input: bool = False) -> None:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            hidden = inputs[0] if is_input else output
-            keep(stage, hidden[0] if isinstance(hidden, tuple) else hidden)
-
-        handles.append(module.register_forward_hook(hook))
-
-    try:
+    with ExitStack() as watched:
+        watch = partial(_watch, watched, keep)
         for chunk in model.chunks:
             decoder: Any = chunk.decoder
             if chunk.pre_process:
                 watch(chunk.get_submodule("embedding"), "embedding")
             for layer in decoder.layers:
                 name = f"layers.{layer.layer_number - 1}"
-                watch(layer.pre_mlp_layernorm, f"{name}.attention", is_input=True)
+                watch(layer.pre_mlp_layernorm, f"{name}.attention", _first_input)
                 watch(layer, f"{name}.mlp")
             if chunk.post_process:
                 watch(decoder.final_layernorm, "norm")
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

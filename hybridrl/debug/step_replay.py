@@ -10,7 +10,7 @@ says whether it does. Nothing is trained, generated or written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.loop import setup
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.loop.skipped import first_cause
+from hybridrl.metrics.tables import flat
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.mesh import Meshes
@@ -206,17 +207,9 @@ def _bad_rows(
 
 def changed(saved: str, now: str) -> list[str]:
     """Returns the knobs whose values differ between two configurations, given as YAML."""
-    before, after = (dict(_leaves(safe_load(text), "")) for text in (saved, now))
+    before, after = (flat(safe_load(text)) for text in (saved, now))
     return [
         f"{key}: {after.get(key, 'absent')} ({before.get(key, 'absent')} in the run)"
         for key in {**after, **before}
         if key not in before or key not in after or before[key] != after[key]
     ]
-
-
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

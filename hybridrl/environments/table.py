@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.own_code import found_callable
 from hybridrl.environments.base import Environment
 from hybridrl.environments.calculator import Calculator
-from hybridrl.environments.tools import ToolEnvironment, find
+from hybridrl.environments.tools import ToolEnvironment
 from hybridrl.errors import UserError
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
@@ -83,16 +84,9 @@ def _class_of(config: EnvironmentConfig) -> Callable[..., Any]:
     name = config.name or ""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
-    near = get_close_matches(name, ENVIRONMENTS, 1)
+    allowed = f"{', '.join(ENVIRONMENTS)} or package.module:Class"
     if ":" not in name:
-        raise UserError(
-            "environment.name",
-            name,
-            f"{', '.join(ENVIRONMENTS)} or package.module:Class",
-            f"Did you mean {near[0]!r}?" if near else "Check the name.",
-        )
-    try:
-        found: Callable[..., Any] = find(name, "name")
-    except UserError as error:
-        raise UserError("environment.name", name, error.allowed, error.remedy) from error
-    return found
+        near = get_close_matches(name, ENVIRONMENTS, 1)
+        remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+        raise UserError("environment.name", name, allowed, remedy)
+    return found_callable(name, "environment.name", allowed)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.own_code import awaited, imported
+from hybridrl.config.own_code import awaited, found_callable
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.environments.parsers import PARSERS, ToolCall, ToolParser
-from hybridrl.errors import UserError, error_text, failure_text
+from hybridrl.errors import error_text, failure_text
 
 Tool = Callable[..., object]
 
@@ -38,10 +38,14 @@ class ToolEnvironment:
         if isinstance(tools, Mapping):
             self._tools = dict(tools)
         else:
-            self._tools = {path.partition(":")[2]: find(path, "tools") for path in tools}
+            key, allowed = "environment.options.tools", "package.module:name"
+            self._tools = {p.partition(":")[2]: found_callable(p, key, allowed) for p in tools}
         if isinstance(parser, str):
-            found = PARSERS[parser] if parser in PARSERS else find(parser, "parser")
-            parser = found(**(parser_options or {}))
+            allowed = f"{', '.join(PARSERS)} or package.module:name"
+            own = PARSERS.get(parser) or found_callable(
+                parser, "environment.options.parser", allowed
+            )
+            parser = own(**(parser_options or {}))
         self._parser: ToolParser = parser
         self._max_characters = max_characters
 
@@ -78,19 +82,3 @@ class ToolEnvironment:
         if len(result) > self._max_characters:
             return result[: self._max_characters] + " (cut off)", False
         return result, False
-
-
-def find(path: str, key: str) -> Any:
-    """Returns what a dotted path refers to. Raises UserError with the key if it is not callable."""
-    try:
-        found = imported(path)
-    except ImportError as error:
-        raise _unknown(path, key, f"Importing it failed: {error}.") from error
-    if not callable(found):
-        raise _unknown(path, key, f"It is a {type(found).__name__}, which cannot be called.")
-    return found
-
-
-def _unknown(path: str, key: str, remedy: str) -> UserError:
-    known = f"{', '.join(PARSERS)} or " if key == "parser" else ""
-    return UserError(f"environment.options.{key}", path, f"{known}package.module:name", remedy)

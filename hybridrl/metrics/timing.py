@@ -1,7 +1,7 @@
 """Measures the phases of a step, and records which phase a rank is in.
 
-Before a phase begins, its name is written to a file next to the rank's log, from which the launcher
-reads what a dead rank was doing.
+Before a phase begins, its name is written to a file next to the rank's log, which says what a dead
+rank was doing.
 """
 
 from __future__ import annotations
@@ -142,11 +142,3 @@ class PhaseTimer:
         if self._file is not None:
             line = self.current.encode()[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n"
             os.pwrite(self._file, line, 0)
-
-
-def read_phase(phase_file: Path) -> str | None:
-    """Returns the last phase that `PhaseTimer` wrote, or None if there is none."""
-    try:
-        return phase_file.read_text(encoding="utf-8", errors="replace").strip() or None
-    except OSError:  # the file is missing or cannot be read
-        return None

@@ -21,7 +21,7 @@ from typing import Any
 
 from hybridrl.config.agent import REWARD as REPORTED
 from hybridrl.config.environment import REWARD as TURNS
-from hybridrl.config.own_code import imported
+from hybridrl.config.own_code import found_callable, imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import MISSING, UserError
 from hybridrl.rewards.answers import Choice, ExactMatch, Gsm8k, Math
@@ -111,18 +111,14 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         reward = reward_class(**options)
         _check_run(config, reward)
         return reward
+    allowed = f"{', '.join(REWARDS)}, or a package.module:function"
     if ":" not in name:
         near = get_close_matches(name, REWARDS, 1)
-        raise _unknown(name, f"Did you mean {near[0]!r}?" if near else "Check the name.")
-    try:
-        function = imported(name)
-    except ImportError as error:
-        raise _unknown(name, f"Importing it failed: {error}.") from error
-    if not callable(function):
-        raise _unknown(name, f"It is a {type(function).__name__}, which cannot be called.")
-    found: RewardFunction = function
+        remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+        raise UserError("reward.function", name, allowed, remedy)
+    found: RewardFunction = found_callable(name, "reward.function", allowed)
     if config.options:
-        found = functools.wraps(function)(functools.partial(function, **config.options))
+        found = functools.wraps(found)(functools.partial(found, **config.options))
     _check_run(config, found)
     return found
 
@@ -224,12 +220,3 @@ def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any
                 f"a value, which function {name} requires",
                 f"Set reward.options.{option}.",
             )
-
-
-def _unknown(name: str, remedy: str) -> UserError:
-    return UserError(
-        "reward.function",
-        name,
-        f"{', '.join(REWARDS)}, or a package.module:function",
-        remedy,
-    )
