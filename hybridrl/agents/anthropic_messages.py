@@ -134,7 +134,6 @@ def _messages(given: Any) -> Iterator[Message]:
 
 
 def _of_user(blocks: Any, where: str) -> Iterator[Message]:
-    """Yields the results of tools, then the text."""
     if not isinstance(blocks, list):
         raise malformed(where, blocks, "a text, or a list of blocks")
     texts = []

@@ -207,7 +207,6 @@ def stop_strings(body: Mapping[str, Any], name: str, terms: SamplingTerms) -> tu
 
 
 def object_in(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the object in a field; empty if the field is not set."""
     found = body.get(name)
     if not isinstance(found, (dict, type(None))):
         raise malformed(name, found, "an object")
@@ -301,5 +300,4 @@ def reads_calls(body: Mapping[str, Any], choice: Any) -> bool:
 
 
 def event(data: str, name: str = "") -> str:
-    """Returns a server-sent event."""
     return (f"event: {name}\n" if name else "") + f"data: {data}\n\n"

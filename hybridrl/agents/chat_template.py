@@ -182,7 +182,6 @@ class ChatTemplate:
         return text
 
     def prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Returns messages in the form that the template takes."""
         found = []
         for place, message in enumerate(messages):
             ready: dict[str, Any] = self._harmless(message)

@@ -111,7 +111,6 @@ def scrubbed_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_of(task: AgentTask) -> dict[str, str]:
-    """Returns the variables by which a program finds the endpoint."""
     return {
         "OPENAI_BASE_URL": f"{task.base_url}/v1",
         "OPENAI_API_KEY": task.api_key,
@@ -265,7 +264,6 @@ def _opened(log: Path | None) -> tuple[BinaryIO, bool]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> int:
-    """Ends all processes in the group of a program. Returns the program's exit code."""
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

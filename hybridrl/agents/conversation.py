@@ -81,7 +81,6 @@ class Conversation:
 
 
 def next_digest(digest: bytes, message: Message) -> bytes:
-    """Returns the digest of a conversation after another message."""
     if message["role"] != ASSISTANT:
         names = ("role", "content", "tool_call_id", "name")
         return _digest(digest, *(message.get(name) for name in names))

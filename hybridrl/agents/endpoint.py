@@ -105,7 +105,6 @@ class Endpoint:
         )
 
     def start(self) -> Endpoint:
-        """Starts to listen, and returns this endpoint."""
         self._sessions.on_close(self._session_closed)
         self._thread.start()
         if not self._listening.wait(START_TIMEOUT_S):

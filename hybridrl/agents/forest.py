@@ -47,7 +47,6 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens from the beginning of the conversation to the end of the turn."""
         return self.num_shared + len(self.context) + len(self.completion.tokens)
 
     def path(self) -> list[Turn]:

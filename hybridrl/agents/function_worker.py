@@ -75,7 +75,6 @@ def _sendable(text: str) -> str:
 
 
 async def main(path: str) -> None:
-    """Calls the function `path` for each task that arrives on the standard input."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps what the function prints apart from the reports
     sys.stdout = sys.stderr = _Output(sys.stderr)  # type: ignore[assignment]

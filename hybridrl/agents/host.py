@@ -157,11 +157,9 @@ class AgentHost:
         return found
 
     def finish(self, completions: Iterable[Completion]) -> None:
-        """Passes finished turns to the programs that wait for them."""
         self._queue.finish(completions)
 
     def abort(self, request_id: int) -> None:
-        """Fails a requested turn."""
         self._queue.abort(request_id)
 
     def wait(self, timeout_s: float) -> None:
@@ -172,7 +170,6 @@ class AgentHost:
             self._queue.wait(timeout_s)
 
     def end_wait(self) -> None:
-        """Ends the current or the next `wait`."""
         self._queue.wake()
 
     def sleep(self) -> None:
@@ -198,7 +195,6 @@ class AgentHost:
         return found
 
     def close(self) -> None:
-        """Ends all programs and the endpoint."""
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()

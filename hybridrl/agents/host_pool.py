@@ -98,7 +98,6 @@ class HostPool:
         return found
 
     def close(self) -> None:
-        """Ends all programs, the endpoints and the processes."""
         with ThreadPoolExecutor(len(self._hosts)) as threads:
             for closing in [threads.submit(host.close) for host in self._hosts]:
                 closing.result()
@@ -125,7 +124,6 @@ def num_processes(agent: AgentConfig, num_cores: int) -> int:
 
 
 def settings_of_parts(settings: HostSettings, num_parts: int) -> list[HostSettings]:
-    """Returns the settings of the processes that divide a replica's programs."""
     agent = settings.agent
 
     def share(number: int, part: int) -> int:

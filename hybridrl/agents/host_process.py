@@ -74,8 +74,6 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Result or error of the call with this number."""
-
     number: int
     result: Any = None
     error: Exception | None = None
@@ -122,7 +120,6 @@ class _Link:
         return pickle.loads(content)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Waits until there is a message, or until the connection is broken."""
         return self._fault is not None or wait_for([self.connection], timeout_s)
 
     @property
@@ -265,7 +262,6 @@ class HostProcess:
         return versions
 
     def close(self) -> None:
-        """Ends all programs, the endpoint and the process."""
         self._link.close()
         try:
             self._process.wait(CLOSE_S)

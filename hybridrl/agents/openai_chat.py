@@ -36,8 +36,6 @@ from hybridrl.agents.samples import Message
 
 
 class OpenAiErrors:
-    """Errors and signs of life of OpenAI's APIs."""
-
     keep_alive = ": keep-alive\n\n"
 
     def error(self, error: BadRequest) -> dict[str, Any]:

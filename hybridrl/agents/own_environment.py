@@ -70,5 +70,4 @@ class OwnEnvironment:
         return f"{self.python} could not import it: {lines[-1] if lines else 'no message'}."
 
     def close(self) -> None:
-        """Removes the folder."""
         self._folder.cleanup()

@@ -74,12 +74,10 @@ class Row:
 
     @property
     def num_turns(self) -> int:
-        """Number of turns in the row."""
         return len(self.spans)
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens that the row trains."""
         return self.observed.count(False)
 
 

@@ -136,7 +136,6 @@ class Session:
 
     @property
     def limit(self) -> Literal["turns", "tokens"] | None:
-        """First limit because of which a turn was refused, if any."""
         return self._limits.reached
 
     @property
@@ -215,7 +214,6 @@ class Session:
             self.counts[event] += 1
 
     def end(self) -> None:
-        """Refuses all later requests and turns."""
         with self._lock:
             self._is_open = False
 
@@ -223,7 +221,6 @@ class Session:
         return rows_of(self.turns)
 
     def num_undelivered(self) -> int:
-        """Returns the number of turns that no client received and no delivered turn continues."""
         return len(undelivered(self.turns))
 
     def _input(self, conversation: Conversation) -> Prepared:
@@ -308,7 +305,6 @@ class Sessions:
         )
 
     def all(self) -> list[Session]:
-        """Returns the open sessions."""
         with self._lock:
             return list(self._open.values())
 

@@ -47,8 +47,6 @@ class Address:
 
 
 class Connection:
-    """Sends requests to a replica."""
-
     def __init__(self, address: Address) -> None:
         self._address = address
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -123,7 +121,6 @@ def addresses(run: str) -> list[Address]:
 
 
 def present_addresses(run: str) -> list[Address]:
-    """Returns the addresses in the folder of a run; none before it has begun, or after its end."""
     files = sorted((Path(run) / "agents").glob("replica_*.json"))
     return [one for one in map(_read, files) if one is not None]
 

@@ -54,8 +54,6 @@ Done = Callable[[Report], None]
 
 @dataclass
 class _Taken:
-    """A task that a taker works on, with its deadline by the clock of its kind."""
-
     task: AgentTask
     done: Done = field(repr=False)
     deadline: float

@@ -118,13 +118,11 @@ class AwakeClock:
         self._since: float | None = None
 
     def sleep(self) -> None:
-        """Begins a period that does not count."""
         with self._lock:
             if self._since is None:
                 self._since = monotonic()
 
     def wake(self) -> None:
-        """Ends the period that does not count."""
         with self._lock:
             if self._since is not None:
                 self._slept_s += monotonic() - self._since

@@ -238,7 +238,6 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """Returns the format of the tool calls of a chat template's model; None if it is unknown."""
     for found in FORMATS.values():
         if any(mark in template for mark in found.marks):
             return found
@@ -304,7 +303,6 @@ def _split_reasoning(text: str, is_reasoning: bool) -> tuple[str, str]:
 
 
 def _taken_out(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Returns the text outside of all pairs of tags, and the texts inside."""
     first, *others = text.split(begin)
     outside, inside = [first], []
     for part in others:

@@ -123,7 +123,6 @@ class Turns:
                 loop.call_later(self._grace_s, _cancel_if_alone, running)
 
     def forget(self, session: Session) -> None:
-        """Aborts the turns of a session that ended."""
         known = self._known.pop(session, _Known())
         for task in list(known.tasks):
             task.cancel()
@@ -226,7 +225,6 @@ def _take_exception(task: asyncio.Task[Answer]) -> None:
 
 
 def _cut(text: str, stop_strings: tuple[str, ...]) -> tuple[str, str | None]:
-    """Returns the text before the first stop string, and this string."""
     found = [(text.find(stop), stop) for stop in stop_strings if stop in text]
     place, stop = min(found, default=(len(text), None))
     return text[:place], stop

@@ -20,7 +20,6 @@ class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
     """Compares each sample with the whole batch, so one sample per prompt is enough."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages: whitened discounted sums of rewards."""
         rewards_R = self.token_rewards(batch)
         # With lambda 1 and all values 0, GAE is the discounted sum of rewards.
         lengths_H, values_R = batch.response_lengths_H, torch.zeros_like(rewards_R)

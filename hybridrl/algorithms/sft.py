@@ -18,7 +18,6 @@ class Sft:
         self.config, self.needs = config, config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch unchanged, because demonstrations have no advantages."""
         return batch
 
     def denominator(self, batch: TrainBatch) -> float:
@@ -27,7 +26,6 @@ class Sft:
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns the negative log-likelihood; arguments as in `Algorithm.loss`."""
         logp_S = logp_S.masked_fill(~micro.loss_mask_S, 0.0)
         entropy = entropy_S.detach().masked_fill(~micro.loss_mask_S, 0.0).sum()
         return LossOutput(-logp_S.sum() / denominator, {"policy/entropy": entropy})

@@ -358,7 +358,6 @@ class RolloutBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Concatenates batches, which must have the same columns."""
         if not batches:
             raise BatchError(
                 Producer.here("concat"), "batches", "was given no batch", "at least 1 batch"
@@ -400,7 +399,6 @@ class RolloutBatch:
     def scored(
         self, reward_B: Tensor, reward_parts: Mapping[str, Tensor], producer: Producer
     ) -> ScoredBatch:
-        """Adds rewards and their named parts, each (B,) float32."""
         for name, value in {"reward_B": reward_B, **reward_parts}.items():
             check(value, name, NUMBER, self.num_samples, producer, NO_MASK)
         return ScoredBatch(**self._fields(), reward_B=reward_B, reward_parts=dict(reward_parts))
@@ -444,7 +442,6 @@ class ScoredBatch(RolloutBatch):
         )
 
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
-        """Returns a batch with reward parts, each (B,) float32, added or replaced."""
         for name, value in parts.items():
             check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
         return self._with(reward_parts={**self.reward_parts, **parts})
@@ -489,7 +486,6 @@ class TrainBatch(ScoredBatch):
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:
-        """Builds a batch from the demonstrations of the prompts, with all rewards 0."""
         for prompt in prompts:
             if not prompt.response_tokens:
                 got = f"returned prompt {prompt.prompt_id} without a response"

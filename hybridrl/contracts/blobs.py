@@ -61,7 +61,6 @@ def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
 
 
 def blobs_to_json(blobs: Blobs) -> dict[str, Any]:
-    """Converts the blobs of a sample to JSON-compatible values."""
     return {
         name: {
             "shape": list(array.shape),

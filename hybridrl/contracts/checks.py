@@ -109,7 +109,6 @@ def holds(column: Column) -> dict[str, Column]:
 
 
 def columns_of(stage: type) -> dict[str, Column]:
-    """Returns all columns of a stage type, including inherited columns, by name."""
     return {f.name: f.metadata[_KEY] for f in fields(stage) if _KEY in f.metadata}
 
 

@@ -41,7 +41,6 @@ class Content:
 
     @property
     def end(self) -> int:
-        """Index of the first token after the placeholders."""
         return self.start + self.num_tokens
 
 
@@ -124,7 +123,6 @@ def contents_to_bytes(contents: Sequence[Content]) -> bytes:
 
 
 def contents_from_bytes(saved: bytes) -> tuple[Content, ...]:
-    """Restores contents from the output of `contents_to_bytes`."""
     if not saved:
         return ()
     tensors = load(saved)

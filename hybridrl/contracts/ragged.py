@@ -97,7 +97,6 @@ def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
 
 
 def blobs_of(rollouts: Sequence[Rollout], who: Producer) -> dict[str, Blob]:
-    """Joins the blobs of rollouts; BatchError names a sample that does not fit kind or others."""
     for name in {name: None for rollout in rollouts for name in rollout.blobs}:
         first = next(rollout.blobs[name] for rollout in rollouts if name in rollout.blobs)
         check_blob_type(name, first.dtype.name, first.ndim, who)

@@ -18,5 +18,4 @@ ONE_BYTE = 256  # number of experts that one byte can distinguish
 
 
 def experts_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
-    """Returns the narrowest dtype for expert numbers."""
     return np.uint8 if num_experts <= ONE_BYTE else np.int16

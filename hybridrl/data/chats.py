@@ -445,5 +445,4 @@ def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]
 
 
 def chats_of(columns: Mapping[str, object], names: Sequence[str]) -> list[Chat]:
-    """Returns the Chats in a row's response columns, or an empty list if they contain texts."""
     return [chat for name in names if isinstance(chat := columns[name], Chat)]

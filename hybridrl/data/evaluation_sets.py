@@ -68,7 +68,6 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _list_in_text(text: str) -> list[Any]:
-    """Returns a list that a column contains as text, as Python writes it (MMMU)."""
     try:
         found = ast.literal_eval(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:

@@ -163,7 +163,6 @@ def _without(columns: Mapping[str, object], media: Found) -> dict[str, object]:
 
 
 def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer in `reward_model.ground_truth`, as in verl's data sets."""
     rule = columns.get("reward_model")
     is_default = config.answer_key == DataConfig.model_fields["answer_key"].default
     if not is_default or not isinstance(rule, Mapping) or rule.get("ground_truth") is None:
@@ -305,7 +304,6 @@ _TALKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
 def _is_transcript(text: object) -> bool:
-    """Whether a text consists of turns after "Human:" and "Assistant:" (HH-RLHF, Guanaco)."""
     if not isinstance(text, str):
         return False
     first = _TURN.search(text)
@@ -387,7 +385,6 @@ class Form:
     fits: Callable[[Mapping[str, Any]], bool] = lambda columns: True
 
     def text(self) -> str:
-        """Returns the keys and the description as shown in messages."""
         return f"{' and '.join(self.needed)} ({self.description})"
 
 

@@ -302,7 +302,6 @@ def _miscounted(row: Row, num_marks: int, num_images: int) -> BadRowError:
 
 
 def _inline(row: Row, part: Any) -> list[Image | None]:
-    """Returns the image of each image part of messages; None for a part without one."""
     if isinstance(part, str):
         return []
     contents = [message["content"] for message in part if isinstance(message["content"], list)]
@@ -368,7 +367,6 @@ def _in_messages(
 
 
 def in_message(text: str) -> list[Message]:
-    """Returns a text with marks of images as the message of a user."""
     pieces: list[dict[str, str]] = []
     for number, part in enumerate(text.split(MARK)):
         pieces += [dict(_PART)] * (number > 0) + _text(part)

@@ -186,7 +186,6 @@ def without_nulls(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy of a value in which objects have texts as keys and sequences are lists."""
     if isinstance(value, Mapping):
         return {str(key): _copied(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -195,7 +194,6 @@ def _copied(value: Any) -> Any:
 
 
 def _check_texts(place: str, name: str, value: object) -> None:
-    """Raises BadRowError if a text at any depth has half of a surrogate pair."""
     waiting = [value]
     while waiting:
         part = waiting.pop()

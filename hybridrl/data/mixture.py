@@ -52,7 +52,6 @@ class MixedPrompts(PromptSource):
 
     @property
     def epoch(self) -> float:
-        """Number of prompts taken, divided by the number of prompts."""
         return sum(self._taken) / len(self)
 
     def take(self, num: int) -> list[Prompt]:

@@ -79,7 +79,6 @@ def identity(prompt: Prompt) -> bytes:
 
 
 def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
-    """Returns a digest of each prompt's identity."""
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("digest")
     return np.array([_digest(identity(prompt)) for prompt in prompts], np.uint64)
@@ -211,7 +210,6 @@ def _column(kind: pa.DataType, values: Sequence[Any]) -> pa.Array:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON preserves a value, including its types."""
     kind = type(value)
     if kind is dict:
         return all(type(k) is str and _is_json(v) for k, v in value.items())  # type: ignore[attr-defined]
@@ -284,7 +282,6 @@ def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
 
 
 def rename_by_content(path: Path, key: str, ending: str) -> Path:
-    """Renames a file to its key and the digest of its content. Returns the new path."""
     named = path.with_name(f"{key}-{_content_digest(path)}{ending}")
     os.replace(path, named)
     return named

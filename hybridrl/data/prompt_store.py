@@ -66,7 +66,6 @@ Rows = Iterable[Mapping[str, object]]
 
 
 def prompts_folder() -> Path:
-    """Returns the folder in which prompt files are stored."""
     return cache_folder("prompts")
 
 
@@ -159,7 +158,6 @@ class PromptStore:
         return content_key(reading, self._tokenizer, self._ends, self._images)
 
     def _find_intact(self, key: str) -> Path | None:
-        """Returns the intact file with this key, if any; removes damaged and outdated ones."""
         for path in self._folder.glob(f"{key}-*{ENDING}"):
             with suppress(OSError):  # the file system may be read-only
                 if is_intact(path) and _has_same_images(path):
@@ -220,13 +218,11 @@ def _has_same_images(path: Path) -> bool:
 
 
 def _has_names(reading: Reading) -> bool:
-    """Whether the source consists of file and data set names, not of rows from Python."""
     source = reading.config.prompts if reading.source is None else reading.source
     return isinstance(source, Sequence) and all(isinstance(name, str) for name in source)
 
 
 def remove_old(folder: Path) -> None:
-    """Removes files that no run has used for KEPT_DAYS."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in folder.iterdir():
         with suppress(OSError):  # another run may remove the same file

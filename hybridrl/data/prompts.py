@@ -74,7 +74,6 @@ class LeftOut:
         return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
-        """Returns the place of the first row that was too long, and the row's length as text."""
         place, tokens = self.places[0]
         return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
 
@@ -285,7 +284,6 @@ def _with_images(
     left_out: LeftOut,
     bad: BadRows,
 ) -> Iterator[Encoded]:
-    """Yields rows with their images. Counts rows with images that cannot be used in `bad`."""
     for row in rows:
         try:
             is_long = len(row.prompt) > max_prompt_tokens  # and will be left out
@@ -339,7 +337,6 @@ class PromptSource:
         return self._epoch + self._index / len(self._prompts)
 
     def take(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts, starting new epochs as needed."""
         taken: list[Prompt] = []
         while len(taken) < num:
             if self._index == len(self._prompts):

@@ -65,11 +65,9 @@ class BadRows:
 
     @property
     def stops(self) -> bool:
-        """Whether there are bad rows and `on_bad_row` is 'stop'."""
         return self.num > 0 and self._on_bad_row == "stop"
 
     def first(self) -> str:
-        """Returns the place of the first bad row and what is wrong with it."""
         error = next(iter(self._first.values()))[0]
         return f"{error.name}: {error.parts()[1]}"
 

@@ -122,8 +122,6 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
 
 
 def _without_decoding(loaded: Any, datasets: Any) -> Any:
-    """Returns a data set whose images are the bytes or paths of their files."""
-
     def raw(feature: Any) -> Any:
         if isinstance(feature, datasets.Image):
             return datasets.Image(decode=False)

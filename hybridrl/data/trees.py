@@ -29,8 +29,6 @@ _REMEDY = "Fix that row, or remove the tree."
 
 @dataclass
 class _Node:
-    """A message with its replies, best reply first."""
-
     message: Message
     rank: float
     is_deleted: bool
@@ -74,7 +72,6 @@ def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows of one tree as a group, and every other row alone."""
     group: list[Row] = []
     for row in rows:
         if group and not (_is_flat(row) and _same_tree(row, group[0])):
@@ -189,7 +186,6 @@ def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, obje
 
 
 def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yields, for each message, the conversations up to its best and its worst reply."""
     waiting = [(root, [root.message])]
     while waiting:
         node, earlier = waiting.pop()

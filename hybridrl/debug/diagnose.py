@@ -131,7 +131,6 @@ def _weights(trainer: Trainer) -> Finding:
 
 
 def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
-    """Returns this rank's greedy and sampled responses, or the error of its replica."""
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
     greedy = SamplingParams(0.0, max_new_tokens=num_tokens)
@@ -261,7 +260,6 @@ def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Te
 def _table(
     trainer: Trainer, engine_rows: Streams, trainer_rows: Streams, exact: Streams
 ) -> list[dict[str, Any]]:
-    """Returns each stage's largest difference over ranks, and errors against a reference."""
     order = [*stages(trainer.source.shape.num_layers), "logits"]
     difference = {
         s: relative_rms(engine_rows[s], trainer_rows[s]) for s in order if s in engine_rows

@@ -54,7 +54,6 @@ def reference_streams(
 
 @torch.no_grad()
 def plain_streams(model: Any, prompts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Returns the stages of transformers' own forward pass, one prompt at a time."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(stage: str, hidden: Tensor) -> None:

@@ -37,7 +37,6 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1)
 
 
 def stages(num_layers: int) -> list[str]:
-    """Returns the names of the stages with hidden states, in the order of computation."""
     parts = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("attention", "mlp")]
     return ["embedding", *parts, "norm"]
 

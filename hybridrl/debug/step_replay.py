@@ -164,7 +164,6 @@ def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any
 
 
 def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
-    """Returns the rows in micro-batches whose loss is not finite; all rows if there are none."""
     bad = {row for micro in report["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
     return sorted(bad) or list(range(batch.num_samples))
 
@@ -206,7 +205,6 @@ def _bad_rows(
 
 
 def changed(saved: str, now: str) -> list[str]:
-    """Returns the knobs whose values differ between two configurations, given as YAML."""
     before, after = (flat(safe_load(text)) for text in (saved, now))
     return [
         f"{key}: {after.get(key, 'absent')} ({before.get(key, 'absent')} in the run)"

@@ -269,6 +269,5 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
 
 
 def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
-    """Returns the engine's log-probability minus the trainer's, for every token of the answers."""
     parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
     return torch.cat(parts).double()

@@ -69,7 +69,6 @@ class ObservationEncoder:
             return ScorerFailure(got, "a text that the tokenizer can encode")
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Returns the template's text after the last stop token, up to the policy's next turn."""
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
         safe = [{**part, "content": self._harmless(part["content"])} for part in messages]
         try:

@@ -79,7 +79,6 @@ PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "tag": Tag}
 
 
 def _between(text: str, start: str, end: str) -> list[str | None]:
-    """Returns the text between each start tag and its end tag; None if the end tag is missing."""
     parts = re.split(re.escape(start), text)[1:]
     return [part.partition(end)[0] if end in part else None for part in parts]
 

@@ -72,7 +72,6 @@ class EnvironmentRunner:
 
 
 def _close(environment: Any) -> None:
-    """Calls the environment's `close` method, if there is one, and ignores its errors."""
     if hasattr(environment, "close"):
         try:
             environment.close()
@@ -136,7 +135,6 @@ class EnvironmentRunners:
         return done
 
     def clear(self) -> None:
-        """Closes the environments of responses that stopped before their environment was done."""
         for index in [0] if self._here is not None else list(self._used):
             self.play(EnvironmentCall(None), index)
         self._used = set()

@@ -74,7 +74,6 @@ def observes_messages(config: EnvironmentConfig) -> bool:
 
 
 def where(config: EnvironmentConfig) -> str:
-    """Returns where the configured environment runs: "here" or "process"."""
     if config.isolated is not None:
         return "process" if config.isolated else "here"
     return str(getattr(_class_of(config), "runs", "process"))  # optional in a user's class

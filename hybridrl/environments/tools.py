@@ -50,7 +50,6 @@ class ToolEnvironment:
         self._max_characters = max_characters
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
-        """Returns no observation, because the prompt must describe the tools."""
         return None
 
     def step(self, tokens: Sequence[int], text: str) -> Turn:
@@ -66,7 +65,6 @@ class ToolEnvironment:
         return Turn(self._parser.observation(results), notes=notes)
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Runs a tool call. Returns the result, and whether the result is an error."""
         if call.error is not None:
             return f"error: {call.error}", True
         if call.name not in self._tools:

@@ -128,7 +128,6 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, file: Path) -> None:
-        """Records samples as a table, without per-token lists; see `SampleSink.samples`."""
         rows = [
             {name: value for name, value in row.items() if not isinstance(value, list)}
             for row in first_samples(file, MAX_MARKDOWN_SAMPLES)
@@ -142,8 +141,6 @@ class TensorBoardSink:
 
 
 class ConsoleSink:
-    """Prints one line per step, above a progress bar if the output is a terminal."""
-
     def __init__(self, num_steps: int, last_step: int = 0, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._num_steps = num_steps
@@ -170,7 +167,6 @@ class ConsoleSink:
     def compare(
         self, title: str, rows: Mapping[str, tuple[Estimate | None, Estimate | None]]
     ) -> None:
-        """Prints a table of values before and after training, with standard errors."""
         table = Table("", "before", "after", title=title)
         for name, values in rows.items():
             table.add_row(name, *("-" if value is None else value.shown(3) for value in values))
@@ -181,8 +177,6 @@ class ConsoleSink:
 
 
 class LogSink:
-    """Appends the run's messages, and one line per step, to a rank's log."""
-
     def __init__(self, path: Path, num_steps: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._num_steps = path.open("a", encoding="utf-8"), num_steps
@@ -222,7 +216,6 @@ class RolloutDump:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns the line that the console shows for a step: phase times, then metrics."""
     times = [
         f"[{label}] {seconds:.2f}s"
         for phase, label in PHASES.items()

@@ -26,12 +26,10 @@ def first_samples(file: Path, most: int = MAX_SAMPLES) -> list[Row]:
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Returns the names that occur in the rows, in the order of their first occurrence."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def written_config(folder: Path) -> dict[str, Any]:
-    """Returns the configuration that was written to the run folder."""
     return dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
 
 

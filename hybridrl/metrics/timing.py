@@ -68,7 +68,6 @@ class PhaseTimer:
 
     @property
     def current(self) -> str:
-        """Name of the innermost running phase, and the step if it is known."""
         innermost = self._open[-1:]  # read `_open` only once, because another thread may change it
         phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
@@ -108,7 +107,6 @@ class PhaseTimer:
         return {**self._seconds, "step": time.perf_counter() - self._step_began}
 
     def spans(self) -> list[Span]:
-        """Returns all executions of phases since `start_step`, in the order in which they ended."""
         return list(self._spans)
 
     def peak_bytes(self) -> dict[str, int]:

@@ -228,7 +228,6 @@ class TrackerSink:
         self._tracker.end(write_report(self._folder), self.is_done)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
-        """Calls `act`; whether it succeeded. Reports the first error of each kind."""
         try:
             act()
         # A tracker's package may raise anything, or call sys.exit if the API key is missing.

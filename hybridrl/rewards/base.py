@@ -222,7 +222,6 @@ class Scorer:
                 part.begin(sample, tuple(tokens), job)
 
     def end_episode(self, sample: int, outcome: Outcome) -> None:
-        """Stores the outcome of a sample that the environment or the agent determined."""
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 
@@ -359,7 +358,6 @@ class Scorer:
         return [f"reward/{p.name}/{what}" for p in self.parts for what in ("errors", *p.notes)]
 
     def _seen(self, tokens: Sequence[int], observed: Sequence[bool] | None) -> Sequence[int]:
-        """Returns the part of a response that reward functions receive."""
         if self._sees_all or observed is None or True not in observed:
             return tokens
         return tokens[len(observed) - list(reversed(observed)).index(True) :]
@@ -378,7 +376,6 @@ def _result_if_done(future: Future[list[Outcome]]) -> list[Outcome]:
 
 
 def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> list[int]:
-    """Returns the samples that did not fail and whose group still has enough samples."""
     before = Counter(groups)
     left = Counter(group for i, group in enumerate(groups) if i not in failed)
     return [
@@ -389,7 +386,6 @@ def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> li
 
 
 def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]:
-    """Returns each response on this rank, with flags for its observed tokens."""
     prompt_lengths_H, ends = batch.of_held(batch.prompt_lengths_B), batch.offsets[1:]
     starts = (batch.offsets[:-1] + prompt_lengths_H).tolist()
     bounds = [slice(*bound) for bound in zip(starts, ends.tolist(), strict=True)]
@@ -399,7 +395,6 @@ def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]
 
 
 def _script_parts(functions: Sequence[RewardFunction]) -> list[Part]:
-    """Creates one Part per function of a script. Raises UserError for wrong or equal names."""
     allowed = "a function f(prompt, response, columns), or a list of them with different names"
     if not functions:
         raise UserError(

@@ -143,7 +143,6 @@ class RowCheck:
         ]
 
     def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for a row that cannot be scored, and UserError for wrong options."""
         for check in self._checks:
             check(prompt, columns)
 
@@ -154,7 +153,6 @@ class RowCheck:
 
 
 def check_rewards(config: RewardConfig) -> list[UserError]:
-    """Returns one error for each faulty scorer in the config section."""
     found = []
     for name, scorer in config.scorers().items():
         try:
@@ -178,7 +176,6 @@ def where(config: ScorerConfig, function: RewardFunction) -> str:
 
 
 def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
-    """Raises UserError if the config section sets an option that has no effect on this function."""
     place = where(config, function)
     remedies = {
         "here": "Remove it, or set isolated=true to run the function in processes.",

@@ -164,7 +164,6 @@ def _two_responses(text: str) -> bool:
 
 
 def _prompt_text(prompt: Asked) -> str:
-    """Returns the text of a prompt; for a chat, the text of the last user message."""
     if isinstance(prompt, str):
         return prompt
     contents = [message["content"] for message in prompt if message["role"] == "user"]

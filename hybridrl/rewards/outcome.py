@@ -72,7 +72,6 @@ class ScorerFailure:
         return f"The traceback is in {rank_file('.log')}."
 
     def reported(self) -> ReportedError | None:
-        """Returns a stand-in for an exception in another process, if one was raised."""
         return ReportedError(f"\n{self.trace}") if self.trace else None
 
     def as_json(self) -> dict[str, object]:
@@ -196,7 +195,6 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
 
 
 def _array(value: Any) -> np.ndarray | str:
-    """Returns the rewards of a batch as an array, or a description of the invalid value."""
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().double().numpy()
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):

@@ -113,7 +113,6 @@ class Pool(Generic[R]):
             run.kill()
 
     def _waiting_jobs(self) -> Iterator[tuple[Any, Future[list[R]]]]:
-        """Yields at most `max_jobs` - 1 jobs that are already waiting."""
         for _ in range(self._max_jobs - 1):
             try:
                 item = self._jobs.get_nowait()
@@ -158,7 +157,6 @@ class Worker(Generic[C, R]):
         return [failure] * len(job[0])
 
     def kill(self) -> str:
-        """Kills the process and its session. Returns how the process ended."""
         process, self._process = self._process, None
         if process is None:
             return "it had ended"
@@ -264,7 +262,6 @@ class Scoring(Worker[ScorerConfig, Outcome]):
         return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
 
     def decoded(self, entry: dict[str, Any]) -> Outcome:
-        """Decodes a score and its note, if any."""
         if not math.isfinite(value := float(entry["value"])):
             raise ValueError(value)
         return Noted(value, str(entry["note"])) if "note" in entry else value

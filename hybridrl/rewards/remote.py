@@ -118,8 +118,6 @@ class Remote:
 
 
 class _Attempt:
-    """A single try to send a POST request. At its end, either `answer` or `error` is set."""
-
     def __init__(
         self,
         url: SplitResult,

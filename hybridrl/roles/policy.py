@@ -137,8 +137,6 @@ def _loss(
     logps: list[torch.Tensor] | None = None,
     weight: float = 1.0,
 ) -> Loss:
-    """Returns the loss function for micro-batches, which appends to `logps`."""
-
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
         chosen = output.chosen_logp_SK
         logp = output.logp_S if chosen is None else chosen
@@ -155,7 +153,6 @@ def _loss_of_term(term: LossTerm) -> Loss:
 
 
 def _term_metrics(term: LossTerm, part: LossPart) -> dict[str, float]:
-    """Returns a term's metrics with its name as prefix: `policy/kl` becomes `NAME/kl`."""
     found = {**part.metrics}
     if term.algorithm.needs.feedback is not None:
         found |= {  # the loss itself, because `loss` returns its first-order change

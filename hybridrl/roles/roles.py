@@ -234,7 +234,6 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns the FLOPs of a batch's log-probability columns, and of the policy's update."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     shape, shared = policy.source.shape, policy.planner.shared_tokens(batch, is_lookup=True)
     lookups = 0
@@ -249,7 +248,6 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns the policy's update FLOPs, without tokens that are computed for another sample."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
     shape, adapters = policy.shape, policy.active_adapter_params

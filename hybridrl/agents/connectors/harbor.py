@@ -101,7 +101,6 @@ async def play(
 
 
 def rows(folder: str, **_: Any) -> Iterator[dict[str, Any]]:
-    """Yields a row for each task folder in `folder`, in order of their names."""
     for settings in sorted(Path(folder).absolute().glob("*/task.toml")):
         one = TaskFolder.read(settings.parent)
         yield {"prompt": one.instruction, "task": str(one.folder)}

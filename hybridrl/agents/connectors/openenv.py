@@ -116,7 +116,6 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _action_schema(url: str) -> dict[str, Any]:
-    """Returns the JSON schema of actions, without the field for metadata."""
     with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_S) as answer:
         schema: dict[str, Any] = json.load(answer)["action"]
     fields = {n: one for n, one in schema.get("properties", {}).items() if n != "metadata"}

@@ -59,7 +59,6 @@ async def play(
 
 
 def rows(env: Mapping[str, Any], **_: Any) -> Iterator[dict[str, Any]]:
-    """Yields a row for each task of the task set; takes the options of `play`."""
     environment = vf.load_environment(vf.resolve_env_config(dict(env)))
     name = environment.config.taskset.id
     for one in environment.taskset:
