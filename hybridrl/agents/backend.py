@@ -1,11 +1,10 @@
 """Hands turns of agents from the endpoint's thread to a rank's loop, and their completions back.
 Does not import torch.
 
-Who waits for whom: the endpoint's thread calls `submit` and `abort`, and waits for the future that
-`submit` returned. The rank's loop calls `take` between engine steps, passes the requests to the
-engine, and calls `finish` with completions. Neither thread blocks the other, so requests that
-arrive while the engine is asleep are answered after it wakes. Invariant: every future that `submit`
-returned is completed exactly once, by `finish`, `abort` or `close`.
+The endpoint's thread calls `submit` and `abort`, and waits for the future that `submit` returned.
+The rank's loop calls `take` between engine steps, and `finish` with completions. Neither blocks the
+other, so requests that arrive while the engine is asleep are answered after it wakes. Invariant:
+every future is completed exactly once, by `finish`, `abort` or `close`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Runs agents as calls of a user's async function in worker processes. Does not import torch.
 
-Who waits for whom: `start` queues a task for a worker and returns. One thread per process writes
-the queued tasks, and only this thread waits for a process that does not read. Another thread reads
-the reports and ends calls that are late. A worker process that does not end a late call, or that
-dies, is killed with all its calls, and the next task starts a new process. The process sees only
-the environment variables of command.py. If it runs in another Python environment, it sees none of
-this environment's packages except hybridrl.
+`start` queues a task for a worker and returns. One thread per process writes the queued tasks;
+another reads the reports and ends calls that are late. A worker process that does not end a late
+call, or that dies, is killed with all its calls, and the next task starts a new process. It sees
+only the environment variables of command.py, and in another Python environment none of this one's
+packages except hybridrl.
 """
 
 from __future__ import annotations

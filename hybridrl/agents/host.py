@@ -1,10 +1,9 @@
 """Runs the agents of one engine replica: opens their sessions, starts the programs and collects
 their results. Does not import torch.
 
-Who waits for whom: the rank's loop calls `begin`, `take` and `take_finished` between engine steps
-and never waits for a program, except in `wait`. Threads of the runner call back when a program has
-ended. Invariant: every episode that `begin` accepted is either returned once by `take_finished` or
-was ended by `end`.
+The rank's loop calls `begin`, `take` and `take_finished` between engine steps and never waits for a
+program, except in `wait`. Threads of the runner call back at a program's end. Invariant: every
+episode is either returned once by `take_finished` or was ended by `end`.
 """
 
 from __future__ import annotations

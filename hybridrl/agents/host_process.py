@@ -1,13 +1,9 @@
-"""Runs the host of agents in a process of its own, so that requests of agents do not take time from
-the loop that steps the engine. Does not import torch.
+"""Runs the host of agents in a process of its own, because a turn takes about 1 ms of Python in the
+endpoint, for which an engine step in the same process would wait. Does not import torch.
 
-In one process, both would share Python's interpreter lock: a turn takes about 1 ms of Python in the
-endpoint, and an engine step would wait for it.
-
-Who waits for whom: the rank's loop sends calls without waiting for them, and receives turns and
-results in `take`. Only `versions`, the start and `close` wait for the process. In the process, the
-main thread only reads calls, and another thread sends everything. The main thread therefore never
-waits for the rank to read, and neither side can block the other. The process ends when the rank
+The rank's loop sends calls without waiting for them, and receives turns and results in `take`. Only
+`versions`, the start and `close` wait for the process. There, the main thread only reads calls, and
+another thread sends everything, so neither side can block the other. The process ends when the rank
 closes the connection or dies.
 """
 

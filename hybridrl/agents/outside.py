@@ -3,14 +3,12 @@
     python -m hybridrl.agents.outside RUN_FOLDER package.module:function [--concurrency N]
     HYBRIDRL_TASK_TOKEN=... python -m hybridrl.agents.outside http://HOST:PORT ...
 
-Fetches tasks from all replicas of the run, calls the async function for each as `agent.function`
-would, and reports the rewards. With a folder, it ends when the folder contains no address any more;
-with an address, when this has not answered for GIVE_UP_S. Imports only the standard library and
-modules of hybridrl that need nothing else.
+Calls the async function for each task as `agent.function` would, and reports the rewards. With a
+folder, it ends when this contains no address any more; with an address, when it has not answered
+for GIVE_UP_S. Imports only the standard library and modules of hybridrl that need nothing else.
 
-Tasks of evaluations have room of their own: tasks of training get no turn during an evaluation, and
-would otherwise keep it from beginning. Requests use threads of their own, so that the user's code
-cannot keep a task from being noted as alive.
+Tasks of evaluations have room of their own, because tasks of training get no turn meanwhile.
+Requests use threads of their own, so that the user's code cannot keep tasks from being alive.
 """
 
 from __future__ import annotations

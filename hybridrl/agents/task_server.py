@@ -2,17 +2,15 @@
 not import torch.
 
 A program that asks is a *taker*; outside.py is one. The routes belong to the endpoint's server and
-need a token of their own, sent as `Authorization: Bearer TOKEN`.
+need a token of their own, sent as `Authorization: Bearer TOKEN`. Tasks of evaluations are given
+first, and a taker may ask for one kind only; it must keep room for them, because tasks of training
+get no turn during an evaluation.
 
-Tasks of evaluations are given first, and a taker may ask for one kind only. Tasks of training get
-no turn during an evaluation, so a taker must keep room for tasks of evaluations.
-
-Who waits for whom: `start` queues a task and returns. Handlers run in the endpoint's thread and
-wait only for tasks, at most MAX_WAIT_S; results are passed on in other threads, because they may
-call the user's code. Another thread ends late tasks. Invariant: each task is
-either waiting or taken by one taker, under an id that only this taker knows. If the taker is not
-heard of for `lease_s` seconds, or gives the task back, the episode begins again. A task leaves
-these states only together with its report, also if the client that reports goes away.
+Handlers run in the endpoint's thread and wait only for tasks, at most MAX_WAIT_S; results are
+passed on in other threads, because they may call the user's code. Another thread ends late tasks.
+Invariant: each task is either waiting or taken by one taker, under an id that only this taker
+knows, until its report. If the taker is not heard of for `lease_s` seconds, or gives the task back,
+the episode begins again.
 """
 
 from __future__ import annotations

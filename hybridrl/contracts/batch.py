@@ -4,22 +4,17 @@
 
 A batch of B samples is ragged and flat: `tokens_T` concatenates the prompt and response tokens of
 all samples, and `lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token
-column describes token t, given the earlier tokens of the same sample. Entries are zero for tokens
-that were not sampled: prompt tokens, and tokens that an environment inserted into the response.
-Blobs are ragged arrays that only some models understand (blobs.py). Batches are on the CPU, so that
-no check waits for a device. A `MicroBatch` packs several samples and is moved to the device. In its
-columns, which have the suffix _S, the entry for token t is at the position of token t - 1, which
-predicts token t.
+column describes token t, given the earlier tokens of the same sample; it is zero for tokens that
+were not sampled (prompts, and what an environment inserted). Blobs are ragged arrays that only some
+models understand (blobs.py). Batches are on the CPU, so that no check waits for a device. A
+`MicroBatch` packs several samples and is moved to the device.
 
 Invariant: every instance of these types has passed all checks and never changes.
 
 Every rank has the per-sample columns (B,) for all samples of a step. Per-token columns (T,) and
 blobs cover only the H samples whose tokens are on this rank; if `holders` is None, H = B. R is the
-number of sampled tokens.
-
-With agents, a sample may consist of several sequences of tokens (sequences.py). B then counts
-sequences: every sequence has its own row in the columns, and the rows of a sample have the same
-number, group and reward.
+number of sampled tokens. With agents, a sample may consist of several sequences (sequences.py): B
+then counts sequences, and the rows of a sample have the same number, group and reward.
 """
 
 from __future__ import annotations

@@ -34,49 +34,44 @@ class MicroBatch:
 
     Per-position columns are aligned to the predictor: the entry for token t of a sample is at the
     position of token t - 1, whose output predicts it. Each sample is padded to a length that
-    context parallelism can split evenly. One trailing sequence of padding makes the total length
-    divisible for sequence parallelism. A context-parallel rank takes its slice with
-    `take_positions`. The score of a reward model is read at the token itself; in its micro-batches,
-    the entry for token t is therefore at token t's own position, and `loss_mask_S` marks the
-    response tokens.
+    context parallelism can split evenly, and one trailing sequence of padding makes the total
+    divisible for sequence parallelism. `take_positions` gives a context-parallel rank its slice. In
+    micro-batches of a reward model, whose score is read at the token itself, the entry for token t
+    is at its own position, and `loss_mask_S` marks the response tokens.
 
     Attributes:
         positions_S: Position of the token within its sequence, (S,) int64.
         targets_S: Next token in the same sample, or 0 if there is none, (S,) int64.
         loss_mask_S: Whether the position predicts a response token, (S,) bool.
         sequence_index_S: Index into `sample_indices`, or -1 on padding, (S,) int64.
-        cu_seqlens: Start of each padded sequence, including the trailing padding, followed by S;
-            int32.
+        cu_seqlens: Start of each padded sequence, with the trailing padding, followed by S; int32.
         max_seqlen: Length of the longest padded sequence (see below).
         sample_indices: Batch indices of the packed samples, in order; empty if there is only
             padding.
         prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
             None if samples share no prompts. A shared prompt without its last token forms a
-            separate sequence, and each of its samples begins with the last prompt token.
-            Positions are counted from the start of the prompt, and `max_seqlen` is the maximum
-            length of a prompt plus its response. A sequence of an agent continues the first
-            positions of another sequence, which may itself continue a sequence.
+            separate sequence, and each of its samples begins with the last prompt token. Positions
+            are counted from the start of the prompt, and `max_seqlen` is the maximum length of a
+            prompt plus its response. A sequence of an agent continues the first positions of
+            another sequence.
         position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models with
-            multi-dimensional positions; otherwise None. Every context-parallel rank has all rows,
-            because Megatron's rotary embedding selects the rank's slice when it rotates a packed
-            sequence.
+            multi-dimensional positions, else None. Context-parallel ranks have all rows, because
+            Megatron's rotary embedding selects the rank's slice when it rotates a packed sequence.
         model_inputs: Inputs that only the model understands, by name. A blob with one row per token
             becomes NAME, (S, ...), with each row at its token's own position, and NAME.is_there,
             (S,) bool, which marks the positions that have a row. Any other blob becomes NAME, the
-            rows of all samples in packing order, and NAME.num_rows, the number of rows per sample.
-            A model may transform these inputs (models/inputs.py).
+            rows of all samples in packing order, and NAME.num_rows, their number per sample. A
+            model may transform these inputs (models/inputs.py).
 
-    The other columns are (S,) float32 and zero outside `loss_mask_S`, or None. Columns with the
-    suffix `_SK` are (S, K), and `teacher_tokens_SK` is int32. These are the columns of a TrainBatch
-    that losses read, with `_S` instead of `_T`.
+    The other columns are (S,) float32 and zero outside `loss_mask_S`, or None; those with the
+    suffix `_SK` are (S, K), and `teacher_tokens_SK` is int32. They are a TrainBatch's with `_S` for
+    `_T`.
 
-    `max_seqlen` is the length of the longest padded sequence, never the token budget. Reason: if
-    `max_seqlen` equals `cu_seqlens[-1]`, Megatron's rotary embedding for packed sequences
-    (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core 0.16.1) counts positions over
-    the whole pack instead of per sequence, also under context parallelism. Because sequences are
-    never empty, the longest sequence is as long as the pack only if there is just one sequence, and
-    then both ways of counting agree. One sample with trailing padding counts as two sequences, so
-    neither is as long as the pack.
+    `max_seqlen` is never the token budget: if it equals `cu_seqlens[-1]`, Megatron's rotary
+    embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core
+    0.16.1) counts positions over the whole pack instead of per sequence. The longest sequence is as
+    long as the pack only if it is the only one, and then both ways of counting agree: sequences are
+    never empty, and trailing padding counts as one.
     """
 
     tokens_S: Tensor

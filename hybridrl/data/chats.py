@@ -1,12 +1,10 @@
 """Renders texts and messages with the tokenizer's chat template, and marks the learned text.
 
-Does not import torch. If a template has `{% generation %}` blocks, these mark the spans of the
-assistant's text, as in transformers. With other templates, the text of a turn is the rendered
-conversation up to and including the turn, minus the model's input: the earlier messages and the
-generation prompt. Consecutive turns form one sample if the template renders the earlier turns in
-the same way when later messages follow. If it renders an earlier turn differently (for example,
-without its reasoning), the later turn begins a new sample, rendered as the model sees it while
-generating this turn.
+Does not import torch. `{% generation %}` blocks of a template mark the assistant's text, as in
+transformers. With other templates, the text of a turn is the rendered conversation up to and
+including the turn, minus the model's input: the earlier messages and the generation prompt.
+Consecutive turns form one sample if later messages do not change how the earlier ones are rendered;
+if they do (for example, without its reasoning), the later turn begins a new sample.
 """
 
 from __future__ import annotations

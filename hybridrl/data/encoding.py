@@ -87,12 +87,9 @@ def encoded_rows(
 
     Args:
         rows: Rows with texts, or with Chats as responses.
-        names, limits: Columns of the prompt and of the responses, and their maximum numbers of
-            tokens.
-        ends: End tokens of responses. A response that ends with none of them receives the
-            tokenizer's end token.
-        adds_special: Whether the tokenizer's leading special tokens are added to prompts that no
-            template rendered.
+        names, limits: Columns of the prompt and of the responses, with the most tokens of each.
+        ends: End tokens; a response that ends with none of them receives the tokenizer's.
+        adds_special: Whether prompts that no template rendered get leading special tokens.
         bad: Collects rows in which a text has no tokens; these rows are not yielded.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them

@@ -66,15 +66,13 @@ def formed_rows(
     """Reads rows in any known form from sources or from memory, in order.
 
     Args:
-        source: Sources or rows, as for `raw_rows`.
         required: Further columns that must not be missing or null in any row.
-        bad: Collects unusable rows, which are not yielded. The caller must call `bad.check` after
+        bad: Collects unusable rows, which are not yielded; the caller must call `bad.check` after
             the last row. If None, every row must be usable.
         reads_images: Whether the model reads images; otherwise rows with images stop the run.
 
     Raises:
-        DataError: A source cannot be read or, without `bad`, a row is unusable; the error names the
-            file and line.
+        DataError: A source or, without `bad`, a row is unusable; names the file and line.
     """
     counted, good = BadRows("stop") if bad is None else bad, set[int]()
     rows = raw_rows(source)

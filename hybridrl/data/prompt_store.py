@@ -1,16 +1,13 @@
 """Stores tokenized prompts for all ranks of a node and for later runs. Does not import torch.
 
 One rank of each node calls `load` once per source and writes the files. The other ranks receive its
-list of files through `follow`, and call `load` in the same order to map them. This module uses no
-collectives.
+list of files through `follow`, and call `load` in the same order to map them. No collectives.
 
-Files are stored in `prompts_folder()`. A file name contains a digest of everything that determines
-the content: the bytes or commits of the sources, the tokenizer, the keys and limits, and the code
-that reads the rows. Files that no run has used for KEPT_DAYS are removed by the next run that
-writes to the folder. If the folder is not writable, or the origin of the content is unknown (rows
-from Python), files are in a temporary folder until all ranks have mapped them. If rows contain
-values that JSON cannot represent, or come from an iterator that can be read only once, each rank
-keeps the prompts in memory.
+Files are in `prompts_folder()`; a name contains a digest of everything that determines the content.
+Files that no run has used for KEPT_DAYS are removed by the next run that writes there. If the
+folder is not writable, or the origin of the content is unknown (rows from Python), files are in a
+temporary folder until all ranks have mapped them. Values that JSON cannot represent, and iterators
+that can be read only once, stay in each rank's memory.
 """
 
 from __future__ import annotations

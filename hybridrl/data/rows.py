@@ -1,10 +1,8 @@
 """Reads raw rows from JSONL files and other sources. Uses neither torch nor a tokenizer.
 
-A line that is not a JSON object, or a data set that cannot be decoded, means that the source is
-damaged, which always stops the run. A row that can be read but not used is a bad row (`BadRows`).
-Before any rank starts, the command line reads every file through `forms.validate_file`, unless an
-earlier check of the same content succeeded. One rank of each node then reads the rows again, unless
-they are already tokenized (prompt_store.py).
+A line that is not a JSON object, or a data set that cannot be decoded, always stops the run. A row
+that can be read but not used is a bad row (`BadRows`). The command line reads every file before
+ranks start, unless the same content was checked earlier, and one rank of each node once more.
 """
 
 from __future__ import annotations

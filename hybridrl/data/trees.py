@@ -1,12 +1,11 @@
 """Converts trees of messages, as published by OpenAssistant, into conversations, pairs or prompts.
 
-A tree is either one row (`prompt`, a message whose `replies` are messages) or one row per message
-(`message_id`, `parent_id`, `message_tree_id`); the rows of a tree must be adjacent. The resulting
-rows have the column `messages`, or `chosen` and `rejected`, which forms.py reads. Only one tree is
-in memory at a time. No torch.
+A tree is one row (`prompt`, a message whose `replies` are messages), or adjacent rows, one per
+message (`message_id`, `parent_id`, `message_tree_id`). The resulting rows have the column
+`messages`, or `chosen` and `rejected`. Only one tree is in memory at a time. No torch.
 
-Human raters ranked the replies to each message; rank 0 is the best. Replies without a rank are
-sorted last. Deleted messages and the replies to them are left out.
+Rank 0 is the best of the ranked replies; unranked ones are last. Deleted messages and the replies
+to them are left out.
 """
 
 from __future__ import annotations

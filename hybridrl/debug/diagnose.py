@@ -1,13 +1,10 @@
 """Diagnosis of different log-probabilities of engine and trainer: `hybridrl check --mismatch`.
 
-Who waits for whom: everything is collective over the world. If a rank's engine fails, the error is
-sent to all ranks before any continues.
-
 Engine and trainer process the same prompts from the run. verdicts.py compares the weights (every
 copy, by checksum), the tokens (between ranks and replicas, and with the trainer's choice), the
-sampling support (tokens that top_p and top_k exclude) and the numerics (the residual stream after
-each stage, see residual.py). If the engine reports which experts it chose, the trainer uses the
-same experts in all comparisons, and the verdict `routing` evaluates the trainer's own choice.
+sampling support (tokens that top_p and top_k exclude) and the numerics (the residual stream, see
+residual.py). If the engine reports which experts it chose, the trainer uses the same ones, and the
+verdict `routing` evaluates its own choice. Collective; all ranks learn of an engine's error.
 """
 
 from __future__ import annotations

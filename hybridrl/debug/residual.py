@@ -1,15 +1,12 @@
 """Records the residual stream of a model after each stage, in the engine and in the trainer.
 
-Who waits for whom: functions that take a ParallelModel are collective over the world. The ranks
-hold different layers and tokens (sequence, context and data parallel). The sum over all ranks is
-exactly the whole stream, because a rank's values are zero for layers and tokens that it does not
-hold.
+Functions that take a ParallelModel are collective over the world. The sum over all ranks is exactly
+the whole stream: a rank's values are zero for layers and tokens that it does not hold.
 
 The stages are `embedding`, `layers.N.attention` (after the attention output is added),
 `layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU with one row
-per token. Forward hooks on pre-norm decoders record the streams. The hooks find modules by
-Megatron's names in the trainer, and by HF's names in the engine, because vLLM and SGLang use HF's
-names too.
+per token, recorded by forward hooks on pre-norm decoders: by Megatron's names of modules in the
+trainer, and by HF's in the engine, which vLLM and SGLang use too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Replay of a skipped optimizer step: `hybridrl train CONFIG --replay FILE`.
 
-Collective: all ranks search the same rows in the same order.
-
 Finds the rows whose loss or gradient is not finite, using the newest checkpoint from before the
-step, or the initial weights. A failure that the batch caused therefore recurs. A failure that the
-weights caused recurs only if the checkpoint contains exactly the weights of that step; the report
-says whether it does. Nothing is trained, generated or written.
+step, or the initial weights. A failure that the weights caused recurs only if the checkpoint
+contains exactly the weights of that step; the report says whether it does. Nothing is trained,
+generated or written. Collective: all ranks search the same rows in the same order.
 """
 
 from __future__ import annotations

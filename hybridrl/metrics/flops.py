@@ -2,18 +2,16 @@
 torch.
 
 Model FLOPs count the operations that the mathematics requires; a multiplication followed by an
-addition counts as two operations. Recomputed activations, padding, the masked half of the attention
-scores, and the output head at positions without a prediction do not count. Rates are therefore
-comparable between implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that
-several samples share counts once if it is computed once.
+addition counts as two. Recomputed activations, padding, the masked half of the attention scores,
+and the output head at positions without a prediction do not count, so rates are comparable between
+implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that several samples share
+counts once if it is computed once.
 
-The backward pass of a matrix product consists of two products of the same size: one product
-computes the gradient of the input, if an earlier layer is trained; the other product computes the
-gradient of the weight, if the weight is trained. The backward pass of attention costs twice its
-forward pass. Only matrix products and attention count, not norms, rotary positions, softmax or the
-optimizer. In a gated delta net, the products with its state and its convolution count like
-attention. A trained layer for multi-token prediction counts in updates, with its own pass of the
-head, whose weight gets no gradient from it.
+Only matrix products and attention count. The backward pass of a product has two of the same size:
+for the gradient of the input, if an earlier layer is trained, and of the weight, if it is trained.
+Attention's costs twice its forward pass. In a gated delta net, the products with its state and its
+convolution count like attention. A trained layer for multi-token prediction counts in updates, with
+its own pass of the head, whose weight gets no gradient from it.
 """
 
 from __future__ import annotations

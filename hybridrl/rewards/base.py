@@ -1,11 +1,10 @@
 """Scores sampled responses: decodes them, calls the scorers and handles failures.
 
 A reward is the weighted sum of its scorers. A scorer runs in place, in threads or in processes
-(functions.py decides). For threads and processes, `begin` submits a sample as soon as it is
-generated, and `score` waits for the scorers that are still running. If a scorer fails, a BatchError
-names the function, its file and line, and the sample. Depending on `reward.on_error`, the failure
-is only counted instead. A failure is never silently scored as zero. Each rank scores its own
-samples. If scoring raises an error on one rank, the caller must inform the other ranks.
+(functions.py decides); there, `begin` submits a sample as soon as it is generated. If a scorer
+fails, a BatchError names the function, its file and line, and the sample, or the failure is only
+counted (`reward.on_error`); it is never silently scored as zero. Each rank scores its own samples,
+and the caller must inform the other ranks of an error.
 """
 
 from __future__ import annotations
@@ -226,24 +225,21 @@ class Scorer:
             self._turns.ended[sample] = outcome
 
     def score(self, batch: RolloutBatch, trains: bool = True) -> ScoredBatch | None:
-        """Adds rewards to a batch. The reward parts are the unweighted scores of each scorer. If a
-        sample consists of several sequences, scorers receive the response in its last sequence, and
-        all sequences get the sample's reward.
+        """Adds rewards to a batch of complete groups, with the scorers' unweighted scores as parts.
+        If a sample consists of several sequences, scorers receive the response in its last one.
 
-        Args:
-            batch: Samples of complete groups, because batched scorers may compare samples.
-            trains: Whether the policy is trained on the samples.
+        `trains` says whether the policy is trained on the samples.
 
         Returns:
-            The scored samples. With `reward.on_error=drop`, failed samples are removed. Samples
-            that are trained but contain nothing that can be trained are always removed. If too few
-            samples of a group remain for a comparison, the whole group is removed. None if no
-            sample remains.
+            The scored samples, or None if none remains. Failed samples are removed with
+            `reward.on_error=drop`, and always those that are trained but contain nothing that can
+                be.
+            Groups with too few samples for a comparison are removed as a whole.
 
         Raises:
-            BatchError: A scorer failed and `reward.on_error` is 'stop'. Raised at the first
-                failure, without waiting for other samples.
-            DataError: Raised instead of BatchError if the row caused the failure.
+            BatchError: A scorer failed and `reward.on_error` is 'stop'; raised at the first
+                failure.
+            DataError: Instead, if the row caused the failure.
         """
         whole, ways = batch, batch.sequences
         if ways.counts_E is not None:

@@ -76,17 +76,12 @@ def make_reward_models(
     needs_greedy: bool,
     notify: Callable[[str], None],
 ) -> Sequence[RewardModel]:
-    """Builds the reward models and loads their weights.
+    """Builds the reward models and loads their weights. Raises UserError if a model's vocabulary
+    differs from the policy's, or the algorithm needs greedy responses (`needs_greedy`).
 
     Args:
         models: Dict to which models are added by name, for the table in an out-of-memory error.
         served: Configuration section of each reward model, by the scorer's name.
-        needs_greedy: Whether the algorithm compares samples with greedy responses, which reward
-            models cannot score.
-
-    Raises:
-        UserError: A model's vocabulary differs from the policy's, or the algorithm needs greedy
-            responses.
     """
     reward_models = []
     for name, section in served.items():

@@ -90,17 +90,12 @@ class Roles:
         temperature: float | None = None,
         num_updates: int = 1,
     ) -> TrainBatch:
-        """Prepares a batch for training. Collective.
-
-        Selects the samples from which the algorithm learns, moves their tokens to the ranks that
-        train on them, and adds the columns that the algorithm needs: values, and log-probabilities
-        under policy, reference and teacher.
+        """Selects the samples from which the algorithm learns, moves their tokens to the ranks that
+        train on them, and adds the columns that the algorithm needs. Collective.
 
         Args:
-            needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
-                does not need them.
-            temperature: Temperature of the log-probabilities; None means the sampling temperature
-                of the main algorithm.
+            needs_old_logps: Whether to add the policy's log-probabilities in any case.
+            temperature: Temperature of the log-probabilities; None means the sampling temperature.
             num_updates: Number of mini-batches into which the samples will be split.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
@@ -186,10 +181,9 @@ class Roles:
     ) -> dict[str, int]:
         """Returns the model FLOPs of each phase of a step, summed over ranks.
 
-        A prompt that several samples share in a micro-batch counts once. Output heads are counted
-        only for response tokens, because other tokens have no loss. `generated` are the lengths of
-        all responses that were generated, and `terms` the batches of additional loss terms, whose
-        columns are computed during the update.
+        A prompt that samples share in a micro-batch counts once, output heads only for response
+        tokens. `generated` are the lengths of all responses, `terms` the batches of additional loss
+        terms, whose columns are computed during the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -265,17 +259,14 @@ def make_roles(
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
-    """Builds the models and loads their initial weights.
+    """Builds the models and loads their initial weights. Raises UserError if there are loss terms
+    without a policy in training.
 
     Args:
-        models: Dict to which each model is added by name when it is built, for the memory table in
-            an out-of-memory error.
+        models: Dict to which each model is added by name, for an out-of-memory error.
         has_reference, has_teacher, has_reward_models: Whether to build these models if the
             algorithm needs them. False if their columns are already known or are not used.
         terms: Additional terms of the policy's loss; None means the terms in the section `mix`.
-
-    Raises:
-        UserError: Loss terms are configured, but no policy is trained.
     """
     world, needs = meshes.world, algorithm.needs
     terms = make_auxiliary_losses(config) if terms is None else terms
