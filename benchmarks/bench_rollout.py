@@ -35,6 +35,7 @@ from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus
 from bench_train import run_jobs
+from case_name import options_of
 from case_record import CaseRecord
 from plain_engines import PLAIN
 
@@ -93,11 +94,9 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if not model.is_file():
         known = ", ".join(sorted(p.stem for p in model.parent.glob("qwen2.5-*.json")))
         sys.exit(f"case {case!r}: no {model}; there are {known}")
-    left_out = ("cases", "out", "case_file", "models", "together")
-    chosen = {key: value for key, value in vars(arguments).items() if key not in left_out}
     name = f".{case.replace('/', '-')}.partial.json" if arguments.together > 1 else ".partial.json"
     return {
-        **chosen,
+        **options_of(arguments),
         "case": case,
         "model": str(model),
         "train": sizes,

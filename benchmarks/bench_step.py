@@ -39,7 +39,7 @@ from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus
 from bench_train import run_jobs
-from case_name import parse_case, text_of
+from case_name import options_of, parse_case, text_of
 
 # Most tokens in a micro-batch: where a GPU holds a whole large model, and elsewhere; of a small
 # model, whose kernels are over before the next are launched, all that each of 4 replicas has in the
@@ -113,9 +113,8 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     budget = BUDGET_OF_WHOLE_MODEL if hidden_size >= LARGE_HIDDEN_SIZE and is_whole else BUDGET
     budget = BUDGET_OF_SMALL_MODEL if hidden_size <= SMALL_HIDDEN_SIZE else budget
     default_response = 512 if arguments.workload == "reference" else 1024
-    keys = ("workload", "warmups", "steps", "prompts", "samples", "prompt_tokens", "num_layers")
-    keys += ("image_tokens", "text_steps")
     return {
+        **options_of(arguments),
         "case": case,
         "model": str(name.model),
         "world": world,
@@ -126,10 +125,6 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_tokens": arguments.micro_batch_tokens or budget,
         # All samples of a replica are decoded together.
         "max_batch": math.ceil(arguments.prompts * arguments.samples / num_replicas),
-        **{
-            key: getattr(arguments, key)
-            for key in (*keys, "set", "limit_s", "turn", "max_mismatch")
-        },
         "partial": str(arguments.out.with_suffix(".partial.json")),
     }
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_reshard_gpu import ROOT, check_gpus, launch
-from case_name import parse_case
+from case_name import options_of, parse_case
 from case_record import command_of, commit
 
 
@@ -83,32 +83,13 @@ def describe(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if sample > arguments.micro_batch_tokens:
         sys.exit(f"samples of {sample} tokens: at most --micro-batch-tokens")
     return {
+        **options_of(arguments),
         "case": case,
         "model": str(name.model),
         "world": name.num_ranks,
         "replicas": name.dp,
         "train": name.train,
         "partial": str(arguments.out.with_suffix(".partial.json")),
-        **{
-            key: getattr(arguments, key)
-            for key in (
-                "layers",
-                "prompt_tokens",
-                "response_tokens",
-                "micro_batch_tokens",
-                "micro_batches",
-                "samples",
-                "only_shared",
-                "num_layers",
-                "iterations",
-                "warmups",
-                "passes",
-                "tails",
-                "profile",
-                "set",
-                "limit_s",
-            )
-        },
     }
 
 

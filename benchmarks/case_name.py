@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,12 @@ class CaseName:
     def has_replicas(self) -> bool:
         """Whether some rank has the same parameters as another."""
         return self.dp * self.train.get("cp", 1) > 1
+
+
+def options_of(arguments: Namespace) -> dict[str, Any]:
+    """Returns the options that the processes of a case need to know."""
+    others = ("cases", "out", "models", "case_file")
+    return {name: value for name, value in vars(arguments).items() if name not in others}
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
