@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = {
     **dict.fromkeys(("grpo", *PRESETS), "hybridrl.algorithms.grpo:Grpo"),
-    "reinforce_pp": "hybridrl.algorithms.reinforce:ReinforcePlusPlus",
+    "reinforce_pp": "hybridrl.algorithms.ppo:ReinforcePlusPlus",
     "ppo": "hybridrl.algorithms.ppo:Ppo",
     "vapo": "hybridrl.algorithms.ppo:Ppo",
     "sft": "hybridrl.algorithms.sft:Sft",

@@ -20,6 +20,7 @@ from hybridrl.algorithms.advantage import (
 from hybridrl.algorithms.base import LossOutput
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
+from hybridrl.config.algorithm import ReinforceConfig
 from hybridrl.config.schema import PpoConfig
 from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
@@ -98,3 +99,20 @@ def clipped_value_loss(
     near_S = old_values_S + (values_S - old_values_S).clamp(-clip, clip)
     plain_S, clipped_S = (values_S - returns_S).square(), (near_S - returns_S).square()
     return torch.maximum(plain_S, clipped_S) / 2, clipped_S > plain_S
+
+
+class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): PPO's loss without a critic.
+
+    A token's advantage is the discounted sum of the rewards from this token on, with KL penalties,
+    whitened over all response tokens of the batch, so one sample per prompt is enough. The variant
+    with a baseline is a preset of GRPO (grpo.py).
+    """
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        rewards_R = self.token_rewards(batch)
+        # With lambda 1 and all values 0, GAE is the discounted sum of rewards.
+        lengths_H, values_R = batch.response_lengths_H, torch.zeros_like(rewards_R)
+        returns_R, _ = gae(rewards_R, values_R, lengths_H, self.config.gamma, lam=1.0)
+        advantages_R = whiten_tokens(returns_R, OverTokens(batch))
+        return self.with_columns(batch, advantages_T=response_column(advantages_R, batch))
