@@ -46,13 +46,7 @@ from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
 from hybridrl.generation.responses import OpenAgent, Response, as_rollouts
 from hybridrl.generation.sample_tables import gathered_batch, table_of, with_greedy_rewards
-from hybridrl.generation.sampler_metrics import (
-    Clock,
-    WaitClock,
-    add_clocks,
-    busy_of_replicas,
-    idle_shares,
-)
+from hybridrl.generation.sampler_metrics import EngineTimes
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
     made_otherwise,
@@ -142,18 +136,11 @@ class Sampler:
         )
         # Values since the last call of `score_or_none`.
         self._episode_counts: dict[str, int] = {}
-        self._busy_s = 0.0  # seconds for which this rank's engine worked
-        self._waits = WaitClock()
         # Values of the step, over all ranks.
         self._reward_counts: dict[str, int] = {}
         self._episode_metrics = (episodes or Episodes).metrics
-        self._busy_of_calls: list[
-            tuple[float, float]
-        ] = []  # mean and maximum, for each `generate` call
-        self._clocks: Sequence[Clock] = ()  # from earlier rounds
-        self._idle: dict[str, float] = {}
+        self._times = EngineTimes(layout, schedule.generates_ahead)
         # State of generation during training.
-        self._busy_ahead_s = 0.0
         self._is_cancelled = self._is_awaited = False
         if schedule.generates_ahead:
             self._engines = EngineGroup(layout, world.rank, world.heartbeat)
@@ -261,7 +248,7 @@ class Sampler:
                     break
                 self._advance_in_time(num_steps, self._is_stop_requested)
             agreement.value = self._leave_engine()
-        self._waits.waited_s += time.perf_counter() - began
+        self._times.waited_s += time.perf_counter() - began
         check_stop(self.world)
         self.in_flight.note_states(agreement.values)
         self._prompts = {group.number: group.prompt for group in self.in_flight.end_round()}
@@ -369,11 +356,11 @@ class Sampler:
         self.engine.submit(requests)
 
     def _forget_counts(self, step: int) -> None:
-        self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
-        self._digests = {}
+        self._earlier, self._reward_counts, self._digests = {}, {}, {}
         self._is_evaluation = step < 0
+        self._times.begin(self._is_evaluation)
         if not self._is_evaluation:
-            self.generated, self._clocks = {}, ()
+            self.generated = {}
 
     def _saved_samples(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
         """Returns the loaded checkpoint's data for this replica, from rank 0. Collective."""
@@ -395,7 +382,7 @@ class Sampler:
         if self.engine.has_unfinished:
             began = time.perf_counter()
             self.engine.step()  # a sync point, because it returns tokens
-            self._busy_s += time.perf_counter() - began
+            self._times.busy_s += time.perf_counter() - began
             progress.advance()
         self._keep(self._take_turns(self.engine.collect()))
 
@@ -531,9 +518,8 @@ class Sampler:
         with self.world.all_agree("generating ahead") as agreement:
             self._thread.join(self.world.check)
             agreement.value = self._leave_engine()
-        self._waits.waited_s += time.perf_counter() - began
-        # Count this time towards the next step, even if an evaluation comes first.
-        self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
+        self._times.waited_s += time.perf_counter() - began
+        self._times.end_ahead()
         self.in_flight.note_states(agreement.values)
 
     def _cancel_ahead(self) -> None:
@@ -586,9 +572,10 @@ class Sampler:
                 scored = with_greedy_rewards(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
-            agreement.value = (self._take_clock(), mine, counts, self._lengths_of(local))
+            clock = self._times.take(self._carries_over)
+            agreement.value = (clock, mine, counts, self._lengths_of(local))
             self._episode_counts = {}
-        self._note_busy([clock for clock, *_ in agreement.values])
+        self._times.note([clock for clock, *_ in agreement.values], self._is_evaluation)
         tables = [table for _, table, *_ in agreement.values]
         for *_, counts, lengths in agreement.values:
             self._count(counts)
@@ -619,18 +606,14 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step, identical on all ranks.
 
-        `generate/idle_share` is the mean share of the generation time for which replicas waited for
-        the slowest, `generate/tokens` the number of all tokens with observations. Scorers' counts
-        and those of episodes follow; with a lag, `lag/*`; if engines generate ahead, `idle/*`.
+        `generate/tokens` is the number of all tokens with observations. Scorers' counts and those
+        of episodes follow; with a lag, `lag/*`. See `EngineTimes.metrics` for others.
         """
-        worked = sum(mean for mean, _ in self._busy_of_calls)
-        took = sum(longest for _, longest in self._busy_of_calls)
         return {
-            "generate/idle_share": 1 - worked / took if took > 0 else 0.0,
+            **self._times.metrics(),
             GENERATED_TOKENS: float(num_generated(self.generated)),
             **self._episode_metrics(self._reward_counts),
             **(self.in_flight.metrics() if self.schedule.carries_over else {}),
-            **self._idle,
         }
 
     def num_errors(self) -> int:
@@ -640,19 +623,6 @@ class Sampler:
     def _count(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
-
-    def _take_clock(self) -> Clock:
-        if not self._carries_over:
-            return Clock(self._busy_s)
-        busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
-        return self._waits.take(busy_s)
-
-    def _note_busy(self, clocks: Sequence[Clock]) -> None:
-        self._busy_s = 0.0
-        self._busy_of_calls.append(busy_of_replicas(clocks, self.layout))
-        if self.schedule.generates_ahead and not self._is_evaluation:
-            self._clocks = add_clocks(self._clocks, clocks)
-            self._idle = idle_shares(self._clocks, self.layout.ranks)
 
     def _note_lengths(self, batch: ScoredBatch) -> None:
         samples = batch.by_sample()

@@ -19,18 +19,54 @@ class Clock(NamedTuple):
     all_s: float = 0.0
 
 
-class WaitClock:
-    """Measures the time between two exchanges of samples, with the rank's waits (`waited_s`)."""
+class EngineTimes:
+    """Seconds for which this rank's engine worked (`busy_s`) and the rank waited (`waited_s`)."""
 
-    def __init__(self) -> None:
-        self.waited_s, self._since = 0.0, 0.0
+    def __init__(self, layout: RolloutLayout, generates_ahead: bool) -> None:
+        self._layout, self._generates_ahead = layout, generates_ahead
+        self.busy_s = self.waited_s = 0.0
+        self._ahead_s = self._since = 0.0
+        self._of_calls: list[tuple[float, float]] = []  # mean and maximum of replicas
+        self._clocks: Sequence[Clock] = ()  # from earlier rounds
+        self._idle: dict[str, float] = {}
 
-    def take(self, busy_s: float) -> Clock:
-        """Returns the times since the last call. `busy_s` is how long this rank's engine worked."""
+    def begin(self, is_evaluation: bool) -> None:
+        """Begins a step or an evaluation."""
+        self._of_calls = []
+        if not is_evaluation:
+            self._clocks = ()
+
+    def end_ahead(self) -> None:
+        """Counts work so far towards the next step, even if an evaluation comes first."""
+        self._ahead_s, self.busy_s = self.busy_s, 0.0
+
+    def take(self, carries_over: bool) -> Clock:
+        """Returns the times since the last exchange of samples."""
+        if not carries_over:
+            return Clock(self.busy_s)
+        busy_s, self._ahead_s = self.busy_s + self._ahead_s, 0.0
         now, since = time.perf_counter(), self._since
         found = Clock(busy_s, self.waited_s, now - since if since else 0.0)
         self.waited_s, self._since = 0.0, now
         return found
+
+    def note(self, clocks: Sequence[Clock], is_evaluation: bool) -> None:
+        """Stores the times that all ranks took for a `generate` call."""
+        self.busy_s = 0.0
+        tp_rank = self._layout.tp_rank
+        busy = [clock.busy_s for rank, clock in enumerate(clocks) if tp_rank(rank) == 0]
+        self._of_calls.append((sum(busy) / len(busy), max(busy)))
+        if self._generates_ahead and not is_evaluation:
+            self._clocks = add_clocks(self._clocks, clocks)
+            self._idle = idle_shares(self._clocks, self._layout.ranks)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `generate/idle_share`, the mean share of the generation time for which replicas
+        waited for the slowest, and `idle/*` if engines generate ahead.
+        """
+        worked = sum(mean for mean, _ in self._of_calls)
+        took = sum(longest for _, longest in self._of_calls)
+        return {"generate/idle_share": 1 - worked / took if took > 0 else 0.0, **self._idle}
 
 
 def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
@@ -53,12 +89,6 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
         "idle/training": sum(clock.waited_s / clock.all_s for clock in others) / len(others),
         "idle/rollout": sum(waits) / len(waits),
     }
-
-
-def busy_of_replicas(clocks: Sequence[Clock], layout: RolloutLayout) -> tuple[float, float]:
-    """Returns the mean and the maximum time for which a replica's ranks worked together."""
-    busy = [clock.busy_s for rank, clock in enumerate(clocks) if layout.tp_rank(rank) == 0]
-    return sum(busy) / len(busy), max(busy)
 
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
