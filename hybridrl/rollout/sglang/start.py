@@ -279,9 +279,9 @@ def _gate_shared_experts_with_torch() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
-    """Makes SGLang build its process groups over the layout's ranks, alike for every replica, and
-    reuse existing groups, with the trainer's time limit. SGLang itself would treat a replica as the
-    whole world.
+    """Makes SGLang build its process groups over the layout's ranks, in the same way for each
+    replica, and reuse existing groups, with the trainer's time limit. SGLang itself would treat a
+    replica as the whole world.
     """
     from sglang.srt.distributed import bootstrap, parallel_state
 
