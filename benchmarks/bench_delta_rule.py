@@ -3,13 +3,11 @@ and torch's reference.
 
     python benchmarks/bench_delta_rule.py --out OUT.json
 
-One GPU, no process group. 16 key heads and 32 value heads of 128, bf16, 16,384 tokens. Outputs and
-gradients of each implementation are first compared with torch's in fp32; what differs by more than
-the bound of the start of a run is reported, not timed.
-
-Times are medians over 20 calls, on the device's clock, after 3. The limit is the time in which the
-device copies what has to be read and written: inputs, outputs and gradients once, and a state for
-every 64 tokens as often as the kernels do.
+One GPU. 16 key heads and 32 value heads of 128, bf16, 16,384 tokens. Outputs and gradients are
+first compared with torch's in fp32; what differs by more than the bound of the start of a run is
+reported, not timed. Times are medians over 20 calls, on the device's clock, after 3. The limit is
+the time to copy inputs, outputs and gradients once, and a state for every 64 tokens as often as the
+kernels do.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """Measures what many prompts take of a node: seconds of the first start and of later ones, and the
 memory of all ranks together.
 
-A file of prompts is generated. It is checked as by `hybridrl train` before ranks start, twice: the
-second time it was checked before. One process tokenizes it (the first start). Then as many
-processes as a node has ranks start as in a run: the first finds the tokenized file and reads it
-whole to see that it is undamaged; all map it, compute the identity of the data, once with all
-prompts and once with a share held out, and take prompts. Their memory is
-the sum of their proportional set sizes, in which a page that several share counts once, less that
-of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages are clean: the
-system may take them back.
+A generated file is checked twice as by `hybridrl train` before ranks start. One process tokenizes
+it (the first start). Then as many processes as a node has ranks map it, compute the identity of the
+data, with all prompts and with a share held out, and take prompts. Memory is the sum of their
+proportional set sizes, less that of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a
+node. Mapped pages are clean: the system may take them back.
 
     python benchmarks/bench_prompts.py
 
-Exit code 1 where the memory is above --most-gb or a later start, with its check, takes longer than
---most-s.
+Exit code 1 where the memory is above --most-gb or a later start takes longer than --most-s.
 """
 
 from __future__ import annotations

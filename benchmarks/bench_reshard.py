@@ -1,10 +1,8 @@
 """Counts what a reshard moves from training ranks into inference engines, beside three other ways.
 
-Four processes over gloo, a Qwen2.5-7B shrunken in width, depth and vocabulary: same heads, same
-proportions, and a vocabulary that every layout divides without padding, as the real one. Buffers
-are shrunken by the same factor as the weights. Every way runs over the same ranks, the same weights
-and the same replicas, and writes the same engine parameters; one that writes a wrong bit is
-refused, and nothing is counted of it. What must be received at least is computed from the weights'
+Four processes over gloo, a Qwen2.5-7B shrunken in width, depth and vocabulary, and buffers by the
+same factor. Every way writes the same engine parameters from the same weights over the same ranks;
+one that writes a wrong bit is refused. What must be received at least is computed from the weights'
 own numbering, without the weight table, the plan or any of the ways.
 
 * hybrid_engine: the plan through the packed transport, parameters that are cut alike shared.
@@ -16,12 +14,9 @@ own numbering, without the weight table, the plan or any of the ways.
 Per rank it reports bytes received and sent, messages sent, launches (collectives, or exchanges of
 grouped messages), staging (the most that lay in memory at once beside model and engine; of
 hf_stream without the buffers of its gather), and bytes of engine parameters written and aliased,
-that is, shared with the trainer and never copied. Collectives are counted as rings: of a gather
-over n ranks each receives and sends n-1 parts, of a broadcast each but the first receives and each
-but the last sends the whole.
+that is, shared with the trainer. Collectives are counted as rings.
 
-    python benchmarks/bench_reshard.py
-    python benchmarks/bench_reshard.py --cases tp2pp2/tp4 dp4/tp4 --out /tmp/counts.json
+    python benchmarks/bench_reshard.py [--cases tp2pp2/tp4 dp4/tp4] [--out /tmp/counts.json]
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from case_name import parse_case, with_num_layers
+from case_name import options_of, parse_case, with_num_layers
 from case_record import PROGRESS, READY, TURN, commit, stacks_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +127,7 @@ def parse() -> argparse.Namespace:
 def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     name = parse_case(case, arguments.models, "7b/tp2pp2/tp4")
     return {
+        **options_of(arguments),
         "case": case,
         "kind": kind,
         "model": str(name.model),
@@ -135,14 +136,7 @@ def describe(case: str, kind: str, arguments: argparse.Namespace) -> dict[str, A
         "has_replicas": name.has_replicas and not arguments.frozen,
         "rollout": name.rollout,
         "placement": name.placement,
-        "waits": arguments.at_once,
-        "is_frozen": arguments.frozen,
-        "iterations": arguments.iterations,
         "baselines": arguments.baselines if kind == "plain" and not name.is_apart else (),
-        "num_layers": arguments.num_layers,
-        "limit_s": arguments.limit_s,
-        "turn": arguments.turn,
-        "set": arguments.set,
     }
 
 

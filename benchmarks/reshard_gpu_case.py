@@ -103,7 +103,7 @@ class Case(CaseRecord):
     def start(self) -> None:
         """Makes the Trainer and fills its engine once; it stays in the rollout phase."""
         job = self.job
-        if job["is_frozen"]:
+        if job["frozen"]:
             ParallelModel.make_trainable = freeze  # type: ignore[method-assign]
         self.trainer = trainer = Trainer.from_config(
             config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
@@ -131,7 +131,7 @@ class Case(CaseRecord):
 
     def wait_for_turn(self) -> None:
         """Waits, where other cases were started at the same time, until they measure nothing."""
-        if self.job["waits"]:
+        if self.job["at_once"]:
             self.save(READY)
             while not Path(self.job["folder"], TURN).exists():
                 time.sleep(POLL_S)

@@ -2,14 +2,12 @@
 
     python examples/arithmetic_gpu/make_data.py runs/arithmetic
 
-The task is to add four numbers step by step and to show the work: the response to
-`047+038+019+073=` is `150814100717=177`. Each step has four digits: the sum of the units (7 + 8 =
-15), and the partial sum without its last digit (4 + 3 + 1 = 08). Every digit therefore depends on
-only a few earlier digits. The response ends with the answer. Numbers have two digits and a leading
-zero, so that in every step the digits to add are at the same distance. All sums differ. 512 are
-held out to measure accuracy, 60,000 are written to `sft.jsonl` with worked responses, and 120,000
-to `train.jsonl` with only the answers. RL therefore trains on prompts that the warm-up did not
-contain, and no training file contains a held-out prompt.
+The task is to add four numbers and to show the work: the response to `047+038+019+073=` is
+`150814100717=177`. Each step has four digits: the sum of the units (7 + 8 = 15), and the partial
+sum without its last digit (4 + 3 + 1 = 08), so every digit depends on only a few earlier ones. The
+response ends with the answer. Numbers have a leading zero, so that the digits to add are always at
+the same distance. All sums differ: 512 are held out, 60,000 are in `sft.jsonl` with worked
+responses, and 120,000 in `train.jsonl` with only the answers.
 
 `model` is a dense Qwen3 of 76 M parameters. `moe_model` is a Qwen3-MoE of the same width and depth
 with 104 M parameters, of which 40 M are active per token. --hidden-size and --layers create smaller

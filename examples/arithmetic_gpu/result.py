@@ -3,12 +3,11 @@
     python examples/arithmetic_gpu/result.py OUT 4
     python examples/arithmetic_gpu/result.py OUT 1 --moe
 
-With --moe, collects the runs of the mixture of experts, and the GRPO run of the dense model for
-comparison, in OUT/result_moe_Ngpu.json and OUT/result_moe_Ngpu.png. The difference between engine
-and trainer is reported as medians over a run's steps. Exits with 1 unless the accuracy of every RL
-run rose from below 0.6 to above 0.9. With --moe, accuracy may start below 0.7, because the warm-up
-of the mixture is longer. Without an RL run, learning is not checked. Runs start above the warm-up's
-target accuracy, because accuracy may rise by 0.2 between two evaluations of the warm-up.
+With --moe, the runs of the mixture of experts and the dense model's GRPO run, in
+OUT/result_moe_Ngpu.*. The difference between engine and trainer is a median over a run's steps.
+Exits with 1 unless the accuracy of every RL run rose from below 0.6 (0.7 with --moe, because its
+warm-up is longer) to above 0.9. Runs start above the warm-up's target, because accuracy may rise by
+0.2 between two evaluations.
 """
 
 from __future__ import annotations

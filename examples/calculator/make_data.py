@@ -2,12 +2,11 @@
 
     python examples/calculator/make_data.py
 
-The task is to multiply two two-digit numbers, for which the model needs a calculator. It may answer
-`37*48=` directly with `1776`, or call the calculator with `[37*48]`, read the result `(1776)`, and
-then answer. In three of ten demonstrations in `sft.jsonl` the calculator is called. The other
-demonstrations guess a wrong number from 1000 to 1999, so that greedy responses are guesses after
-SFT. `train.jsonl` and `heldout.jsonl` contain only the answers: RL has to discover that calling the
-calculator increases the reward.
+The task is to multiply two two-digit numbers. The model may answer `37*48=` directly with `1776`,
+or call the calculator with `[37*48]`, read the result `(1776)`, and then answer. Three of ten
+demonstrations in `sft.jsonl` call it; the others guess a wrong number from 1000 to 1999, so that
+greedy responses are guesses after SFT. `train.jsonl` and `heldout.jsonl` contain only the answers:
+RL has to discover that calling the calculator increases the reward.
 """
 
 from __future__ import annotations

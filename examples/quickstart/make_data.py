@@ -4,10 +4,8 @@
 
 The task is to add two two-digit numbers and to show the work: the response to `47+38=` is
 `15,08,85`: the sum of the units, the sum of the tens with the carry, and the answer. Each of the
-10,000 pairs of numbers is used once: 512 pairs are held out to measure accuracy, a third is written
-to `sft.jsonl` with worked responses, and the rest to `train.jsonl` with only the answers. RL
-therefore trains on prompts that the warm-up did not contain, and no training file contains a
-held-out prompt.
+10,000 pairs of numbers is used once: 512 are held out to measure accuracy, a third is in
+`sft.jsonl` with worked responses, and the rest in `train.jsonl` with only the answers.
 """
 
 from __future__ import annotations

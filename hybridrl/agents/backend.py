@@ -32,13 +32,11 @@ class TurnRequest:
     """A request to sample one turn of an agent.
 
     Args:
-        request_id: Number that is unique among the requests of a backend.
         sample_key: Number that `Sessions.open` received for the session.
         turn: Number of turns that the session requested earlier; with `sample_key`, it determines
             the seed.
         stop_token_ids: Tokens that end the turn, in addition to the run's end tokens.
         temperature, top_p: Values that replace those of the run, if the backend's terms allow it.
-        blobs: Blobs recorded for a prefix of `tokens`.
     """
 
     request_id: int

@@ -1,10 +1,9 @@
 """Renders conversations with a model's chat template so that sampled tokens stay as they are.
 
-The first request of a conversation is rendered whole. Later requests keep the tokens that the
-engine received and sampled, and only the text of new messages is rendered and tokenized, together
-with what the template writes between the turn and these messages. Templates put different tokens
-there: Qwen's writes a line break after the end token, GLM's begins the next message with the token
-at which the model stops, and gpt-oss's replaces the end token. Does not import torch.
+The first request is rendered whole. Later ones keep the tokens that the engine received and
+sampled, and only new messages are rendered, together with what the template writes before them:
+Qwen's writes a line break after the end token, GLM's begins the next message with the token at
+which the model stops, and gpt-oss's replaces the end token. Does not import torch.
 """
 
 from __future__ import annotations
@@ -92,10 +91,6 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         return str(self._tokenizer.chat_template)
-
-    def is_end(self, token: int) -> bool:
-        """Whether a token ends turns."""
-        return token in self._stops
 
     def whole(self, conversation: Conversation, max_tokens: int) -> Rendered:
         """Returns the tokens of a new conversation.

@@ -34,7 +34,6 @@ class HostSettings:
 
     Args:
         tokenizer: Tokenizer of the model. No thread outside of the endpoint may use it.
-        rank: Rank whose engine samples the turns.
         part, num_parts: Number of this process among the processes that divide the replica's
             programs, and their number.
         task_token: Token with which programs outside of the run fetch tasks; None for a random

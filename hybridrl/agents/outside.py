@@ -214,8 +214,7 @@ async def play_all(
 
     Args:
         run: Folder of the run, or the address of one replica.
-        token: Token for an address; by default the environment variable HYBRIDRL_TASK_TOKEN, which
-            is removed.
+        token: Token for an address; by default HYBRIDRL_TASK_TOKEN, which is removed.
 
     Raises:
         Gone: The token is wrong, or the address never answered.

@@ -1,9 +1,8 @@
 """Rows of training data from an agent's session, and which of them are trained. No torch.
 
-A row is one path from the first prompt of a conversation to its last turn. Branches of a
-conversation are several rows, which share tokens at the beginning. Invariant: among the rows that
-`trained_once` returns, every sampled token is trained in exactly one row, the earliest that
-contains it.
+A row is one path from the first prompt of a conversation to its last turn; branches are several
+rows, which share tokens at the beginning. Invariant: `trained_once` returns rows in which every
+sampled token is trained exactly once, in the earliest that contains it.
 """
 
 from __future__ import annotations

@@ -304,10 +304,6 @@ class Sessions:
             status=401,
         )
 
-    def all(self) -> list[Session]:
-        with self._lock:
-            return list(self._open.values())
-
     def close(self, session: Session, picker: Picker | None = None) -> SessionResult:
         """Ends a session and returns the rows that `picker` chooses, by default all.
 

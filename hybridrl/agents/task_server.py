@@ -59,7 +59,8 @@ class _Taken:
 
 
 class TaskServer:
-    """Implements `Runner` for programs that ask for tasks.
+    """Implements `Runner` for programs that ask for tasks. Raises UserError if the token is too
+    short.
 
     Args:
         timeout_s: Time limit of one task, in seconds of `clocks`, which stand still while agents
@@ -67,11 +68,7 @@ class TaskServer:
         lease_s: Seconds without news of a taker after which its tasks are given to others.
         address_file: File for the address and the token, which only this user can read. It exists
             while tasks can be fetched.
-        token: Token of the tasks, from the environment variable HYBRIDRL_TASK_TOKEN; by default a
-            random token.
-
-    Raises:
-        UserError: The token is too short.
+        token: Token of the tasks, from HYBRIDRL_TASK_TOKEN; by default a random one.
     """
 
     def __init__(

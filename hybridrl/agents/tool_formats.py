@@ -101,9 +101,7 @@ class FunctionTags:
 
 
 class ArgumentTags:
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5 and
-    later.
-    """
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5+."""
 
     marks = ("<arg_key>",)
 

@@ -1,10 +1,9 @@
 """Samples turns for the endpoint: prepares inputs, waits for the engine, and reads the text. Does
 not import torch.
 
-Runs in the event loop of the endpoint's thread. A turn is a task that does not depend on the
-connection of its client: a client that lost its connection and asks again for the same turn joins
-the task, or receives the finished turn. If no client waits for `grace_s` seconds, the turn is
-aborted.
+Runs in the event loop of the endpoint's thread. A turn is a task that does not depend on its
+client's connection: a client that asks again joins the task, or receives the finished turn. If no
+client waits for `grace_s` seconds, the turn is aborted.
 """
 
 from __future__ import annotations

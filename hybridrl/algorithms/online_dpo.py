@@ -1,9 +1,8 @@
 """Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own samples.
 
-For each prompt, the samples with the highest and the lowest reward form a pair; the other samples
-are not used. In the paper, two responses are sampled, and a language model chooses the better
-response. Here, the rewards determine the better response. A group whose rewards are all equal
-yields no pair. The loss is the mean over the pairs.
+For each prompt, the samples with the highest and the lowest reward form a pair; others are not
+used, and a group of equal rewards has none. In the paper, a language model chooses the better of
+two responses. The loss is the mean over the pairs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Preference optimization: DPO and its variants on pairs, KTO on labelled responses.
 
-The losses depend on the log-probabilities s_i of whole responses, and couple several samples.
-`advantages` differentiates the loss L with respect to each s_i for the policy at the start of the
-step, where all s_i are known, and assigns the advantage -dL/ds_i to every token of response i.
-`loss` is linear in the tokens' log-probabilities. Its gradient therefore equals the gradient of L,
-however the batch is split into micro-batches, ranks and context-parallel parts, and the two samples
-of a pair may be in different micro-batches. This costs one additional forward pass.
+The losses couple the log-probabilities s_i of whole responses. `advantages` differentiates the loss
+L with respect to each s_i for the policy at the start of the step, and assigns -dL/ds_i to every
+token of response i. `loss` is linear in the tokens' log-probabilities, so its gradient equals that
+of L, however the batch is split into micro-batches, ranks and context-parallel parts. This costs
+one additional forward pass.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ class Kto(ResponseLoss[KtoConfig]):
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages and removes the unrelated samples. Raises BatchError if no sample
-        or every sample is unrelated.
-        """
+        """Computes advantages; removes unrelated samples. Raises BatchError if all or none are."""
         none_B = torch.zeros(batch.num_samples)
         is_unrelated_B = batch.reward_parts.get(UNRELATED, none_B) > 0
         if not 0 < (num := int(is_unrelated_B.sum())) < batch.num_samples:

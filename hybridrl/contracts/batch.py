@@ -59,10 +59,10 @@ from hybridrl.contracts.ragged import (
     check_blob,
     flatten,
     observed_mask,
+    rollout_columns,
     row_places,
     starts_of,
 )
-from hybridrl.contracts.rollout_columns import rollout_columns
 from hybridrl.contracts.samples import Rollout, in_gaps
 from hybridrl.contracts.sequences import SampleSequences, SampleValues
 
@@ -98,7 +98,6 @@ class RolloutBatch:
         behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
         versions_B: Version of the weights that sampled the response; the oldest of several.
         finished_B: Whether the response ended with a stop token, not at a limit.
-        producer: Code that created the batch, for errors.
         observed_T: Whether the token came from an environment, (T,) bool; None without
             environments.
         versions_T: Version that sampled each token, (T,) int64; None if each sample has only one
@@ -110,8 +109,6 @@ class RolloutBatch:
             context in place of the prompt's tokens; `prompt_lengths_B` counts these tokens.
         branch_of_B: `sequence_B` of the earlier sequence of the same sample that begins like this
             sequence, or -1; None without agents.
-        branch_tokens_B: Number of leading positions that the two share (branches.py).
-        context_B: Digest of the context, or -1 (branches.py).
     """
 
     prompts: tuple[Prompt, ...]
@@ -455,13 +452,11 @@ class TrainBatch(ScoredBatch):
         reference_logp_T, teacher_logp_T: Those from the frozen reference model and the teacher.
         values_T: Value of the state in which token t was sampled. For a reward model, the score at
             token t.
-        returns_T: Training targets for `values_T`.
         term_weights_T: Per-token weights of an additional loss term that the algorithm defines.
         loss_weights_T: Per-token weights of the loss; None if the loss derives them from the
             lengths of sequences.
         teacher_tokens_TK: The K tokens that the teacher considers most probable at the place of
             token t, (T, K) int32.
-        teacher_logp_TK: Log-probabilities of `teacher_tokens_TK`, (T, K).
 
     Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher columns. The algorithm's
     method `advantages` sets the other columns. To add a column, add a field here. If a loss reads

@@ -21,7 +21,6 @@ class Branch(NamedTuple):
     """Leading tokens of a sequence that an earlier sequence of its sample also begins with.
 
     Args:
-        sequence: Number of the earlier sequence; -1 if there is none.
         num_tokens: Leading positions that need not be computed again, and are not trained.
         context: Digest of the tokens before the first sampled token, equal for equal beginnings of
             equal lengths. -1 if the sequence has inputs other than tokens.

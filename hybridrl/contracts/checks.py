@@ -57,10 +57,7 @@ class BatchError(UserError):
     """Raised for a value that violates the data contract.
 
     Args:
-        producer, field: Code that produced the value, and field or column that contains it.
         got: Description of the value, as a verb phrase: "returned shape (4, 12)".
-        expected: Description of valid values: "(4,) floats".
-        remedy: What to do about the error; empty if this is obvious.
     """
 
     def __init__(

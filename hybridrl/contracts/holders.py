@@ -24,17 +24,14 @@ class Ranks(Protocol):
 
     def sum_on_host(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` over all ranks."""
-        ...
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_W: Sequence[int], sent_W: Sequence[int]
     ) -> None:
         """Fills `received` with the values that the ranks send to this rank, in rank order."""
-        ...
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's `value`, in rank order."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,9 +62,7 @@ class SampleSequences:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleValues:
-    """Values of a batch with one entry per sample; `response_lengths_B` counts the sampled tokens
-    of all its sequences, and `finished_B` is its last sequence's.
-    """
+    """Values of a batch per sample: sums of its sequences' lengths, the last's `finished_B`."""
 
     sample_ids_B: Tensor
     group_B: Tensor

@@ -88,18 +88,14 @@ def render_chats(
     may_split: bool,
 ) -> Iterator[Row]:
     """Yields rows with the text that the model receives: rendered messages, and rendered texts if
-    `data.chat_template` is set.
+    `data.chat_template` is set. Raises DataError if the template is missing or renders no tools.
 
     Args:
-        rows: Rows whose prompt is a text (the user's message) or messages, and whose responses are
-            a text (the assistant's message) or messages.
+        rows: Rows whose prompt and responses are texts (messages of user and assistant) or
+            messages.
         responses: Columns of the responses; each value becomes a Chat.
         bad: Collects rows whose messages the template rejects; these rows are not yielded.
-        may_split: Whether a row may be split into several samples. False if the row has one value,
-            such as a label, for the whole response.
-
-    Raises:
-        DataError: The tokenizer has no template, or its template does not render tools.
+        may_split: Whether a row may be split into several samples; False with one label for all.
     """
     render = None
     for row in rows:
@@ -271,11 +267,9 @@ class _ChatRenderer:
         finished: str,
     ) -> str:
         """Returns the text to produce if the finished turn lacks the generation prompt's open tag
-        (`<think>` for DeepSeek-R1).
-
-        Usually this is what follows the finished turn's common beginning with the generation
-        prompt. If the template cuts off part of the message (everything up to `</think>`), it is
-        the whole message without a repeated opening tag, plus the text that the template appends.
+        (`<think>` for DeepSeek-R1): what follows its common beginning with the generation prompt.
+        If the template cuts off part of the message (everything up to `</think>`), it is the whole
+        message without a repeated opening tag, plus the text that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])

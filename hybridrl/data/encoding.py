@@ -36,7 +36,6 @@ class TextEncoder(Protocol):
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
         """Returns a mapping `{"input_ids": tokens of each text}`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Encoded:
         responses: Tokens of each response, up to the last learned token.
         gaps: For each response, the start and end of each run of tokens that are not learned, flat.
         is_in_part: Whether only the first part was tokenized, because the row is too long.
-        contents: Images of the prompt.
     """
 
     row: Row

@@ -21,9 +21,7 @@ def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
 def checked(
     rows: Iterable[Row], config: DataConfig, feedback: Feedback | None, bad: BadRows
 ) -> Iterator[Row]:
-    """Yields rows with different responses and a valid margin or label; counts others in `bad`.
-    Raises DataError after the last row if all rows have the same label.
-    """
+    """Yields usable rows; counts others in `bad`. Raises DataError if all labels are equal."""
     labels: set[bool] = set()
     for row in rows:
         try:

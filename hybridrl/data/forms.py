@@ -106,11 +106,9 @@ def validate_file(
 ) -> int:
     """Reads every row of one source and returns the number of usable rows; see `formed_rows`.
 
-    `check` is called for each row. If set, a missing required column raises an error.
-
-    Raises:
-        DataError: The source cannot be read, has only bad rows, or contains a bad row and
-            `data.on_bad_row` is 'stop'.
+    `check` is called for each row. If set, a missing required column raises an error. Raises
+    DataError for a source that is unreadable or has only bad rows, or if `data.on_bad_row` is
+    'stop'.
     """
     bad, num = BadRows(config.on_bad_row), 0
     # A run does not drop rows without an answer, so this function must keep such rows too.

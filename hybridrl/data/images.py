@@ -229,12 +229,8 @@ def folder_of(row: Row) -> Path:
 def placed(row: Row, parts: Sequence[Any], found: Found) -> tuple[list[Any], tuple[Image, ...]]:
     """Marks the place of each image in the prompt; `parts` are the row's prompt and responses.
 
-    Returns:
-        The parts. In messages, an image is a part `{"type": "image"}`; in a text, it is `<image>`.
-        Then the images, in the order of these marks.
-
-    Raises:
-        BadRowError: There are more or fewer marks than images, or an image is in a response.
+    Returns the parts, and the images in the order of marks: a part `{"type": "image"}` in messages,
+    `<image>` in a text. Raises BadRowError if marks and images differ, or a response has one.
     """
     inline = [image for part in parts for image in _inline(row, part)]
     if not found.images and not any(image is not None for image in inline):
@@ -321,9 +317,7 @@ def _has_image(message: Message) -> bool:
 def _in_messages(
     row: Row, messages: list[Message], take: Callable[[str | None], None], found: Found
 ) -> tuple[list[Message], list[Image | None]]:
-    """Returns the messages with an image part for each image, and the image of each part: None for
-    those that take theirs from the columns.
-    """
+    """Returns messages with a part for each image, and the images; None for one of a column."""
     owned: list[Image | None] = []
     made: list[Message] = []
     for message in messages:
@@ -432,9 +426,7 @@ def folder_digest(folder: str) -> str:
 def expanded(
     row: Row, tokens: tuple[int, ...], contents: Sequence[Content], placeholder: int
 ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
-    """Returns a prompt's tokens with an image's placeholder repeated for each of its features, and
-    the images at their places. Raises BadRowError if placeholders and images differ in number.
-    """
+    """Repeats an image's placeholder for its features. Raises BadRowError if numbers differ."""
     found: list[int] = []
     images: list[Content] = []
     num_places = tokens.count(placeholder)

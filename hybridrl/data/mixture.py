@@ -20,11 +20,11 @@ from hybridrl.errors import DataError
 
 
 class MixedPrompts(PromptSource):
-    """Supplies prompts from several sources. Epochs are counted separately for each source.
+    """Supplies prompts from several sources, each with epochs of its own, in proportion to the
+    weights.
 
-    The prompts taken so far are divided among the sources in proportion to the weights; with two
-    sources, the deviation is less than one prompt. The next prompt always comes from the source
-    that is furthest behind its share (Webster's method).
+    The next prompt always comes from the source that is furthest behind its share (Webster's
+    method); with two sources, the deviation is less than one prompt.
     """
 
     def __init__(

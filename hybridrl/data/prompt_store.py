@@ -207,9 +207,7 @@ class _SourceError(Exception):
 
 
 def _has_same_images(path: Path) -> bool:
-    """Whether the folders with the images of a file's prompts have not changed. Images within rows
-    need no check, because a row's source is part of the key.
-    """
+    """Whether the folders of images have not changed; images in rows are in the key."""
     folders = _LEFT_OUT.validate_json(read_prompts(path)[1]).image_folders
     return all(folder_digest(folder) == digest for folder, digest in folders.items())
 

@@ -144,17 +144,14 @@ class Reading:
         end_tokens: Collection[int] | None = None,
         images: ImageTokens | None = None,
     ) -> Iterator[tuple[Prompt, int]]:
-        """Reads and tokenizes prompts lazily; see `PromptStore` for the arguments.
+        """Reads and tokenizes prompts lazily; see `PromptStore` for the arguments. Raises DataError
+        for a faulty row, with file and line, or if every prompt is too long.
 
         Yields:
             Each prompt with the number of its source. `prompt_id` is the number of the row across
-            all files, so that leaving out a row does not change the ids of other rows. `columns`
-            contains the other columns of the row; the values of `config.answer_key` and
-            `config.label_key` are also stored as "answer" and "label".
-
-        Raises:
-            DataError: A row is faulty (the error names its file and line), or every prompt is too
-                long.
+                all
+            files, kept or not. `columns` has the row's other columns, and the values of
+            `config.answer_key` and `config.label_key` also as "answer" and "label".
         """
         bad, good = BadRows(self.config.on_bad_row), set[int]()
         config, num, labels = self.config, 0, set[bool]()

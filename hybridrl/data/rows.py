@@ -33,7 +33,6 @@ class Row:
         place: Place shown in messages: "train.jsonl:17", or "prompts[16]" for a row in memory.
         is_arrow: Whether Arrow adds null for keys that occur only in other rows.
         number: Number of the row among all rows, usable or not.
-        is_rendered: Whether a chat template rendered the prompt.
         given: Prompt before rendering. None if it was not rendered, or if the row was split into
             several samples.
         images: Images of the prompt, in order: the bytes of a file, or its path.

@@ -16,12 +16,12 @@ from hybridrl.contracts.batch import UNRELATED, Producer, Prompt, TrainBatch
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
-    """Builds the batch from the responses of the prompts.
+    """Builds the batch from the responses of the prompts: the demonstrations, or both sides of
+    'pairs'.
 
-    Without feedback, it contains the demonstrations; with 'pairs', both sides of each pair. With
-    'labels', it contains each response and also, for each prompt, the response to the next
-    different prompt. These additional responses have reward part `unrelated` 1, and KTO uses them
-    only to estimate the KL divergence.
+    With 'labels', it has each response and also, for each prompt, the response to the next
+    different prompt, with reward part `unrelated` 1, which KTO uses only to estimate the KL
+    divergence.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:

@@ -97,9 +97,7 @@ def _can_replay(config: Config) -> bool:
 def diagnose(
     trainer: Trainer, with_reference: bool = False, run_replays: bool = False
 ) -> dict[str, Finding]:
-    """Returns the verdicts, in the rollout phase with an idle, `eager` engine, on all ranks;
-    `run_replays` says whether the run trains with the experts that the engine chose.
-    """
+    """Returns the verdicts on all ranks, with an idle, `eager` engine, in the rollout phase."""
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
     weights = _weights(trainer)
     answers, error = _ask(trainer, prompts)

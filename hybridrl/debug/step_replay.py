@@ -43,14 +43,14 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     """Runs one rank of the command; `file` is a batch that the run saved.
 
     Returns:
-        The report for JSON, which is the same on all ranks. Its keys are `is_finite`; `step`;
-        `update`, the index of the optimizer step within the step (the weights lack that many
-        earlier updates); `saved_reason`; `checkpoint` (None for initial weights) and
-        `num_steps_between` the checkpoint and the step; `changed` knobs; `has_random_states`,
-        whether the run's random states were restored; `terms_left_out`, loss terms that the
-        configuration no longer contains; `cause` (None if finite); and `models`. The entry of each
-        model and of each additional loss term (with `loss_of`) has `loss`, the model's `grad_norm`,
-        `micro_batches`, the first `parameter` with a non-finite gradient, and the bad `rows`.
+        The report for JSON, equal on all ranks: `is_finite`; `step`; `update`, the index of the
+        optimizer step within the step (the weights lack that many earlier ones); `saved_reason`;
+        `checkpoint` (None: initial weights) and `num_steps_between` it and the step; `changed`
+            knobs;
+        `has_random_states` of the run; `terms_left_out` of the configuration; `cause` (None if
+            finite);
+        and `models`, where each model and loss term (with `loss_of`) has `loss`, the model's
+        `grad_norm`, `micro_batches`, the first `parameter` with a bad gradient, and the bad `rows`.
     """
     # No engine receives the weights, so they may stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})

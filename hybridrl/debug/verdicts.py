@@ -57,7 +57,6 @@ class Tokenwise:
     """The trainer's results for every response token, each (T,).
 
     Args:
-        best, own: Log-probability of the most probable token, and of the response's token.
         cut: Log-probability of the response's token under the engine's truncated sampling
             distribution.
         plain: Log-probability of the response's token as the loss uses it: with temperature,
@@ -122,9 +121,7 @@ def judge_tokens(
 def judge_sampling(
     placed: Placed, tokenwise: Tokenwise, sampling: SamplingParams, bound: float
 ) -> Finding:
-    """Judges how much of the difference, of at most `bound` nats on average, is due to truncated
-    sampling, which the trainer does not apply.
-    """
+    """Judges how much of the difference, at most `bound` nats, is due to truncated sampling."""
     sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
     cut, plain = (
         torch.cat([column[s] for _, s in sampled]) for column in (tokenwise.cut, tokenwise.plain)
@@ -179,9 +176,7 @@ def judge_routing(
 
 
 def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
-    """Returns the largest mean absolute difference of any replica, and that replica's number. Each
-    token is compared under the distribution from which it was sampled.
-    """
+    """Returns the largest mean absolute difference of any replica, and its number."""
     totals = []
     for replica, answers in enumerate(placed):
         gaps = torch.cat(

@@ -19,9 +19,7 @@ TURN = "the turn of the policy"
 
 
 def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns the text of a turn, without its stop token if this is a special token. Other special
-    tokens are included, because some models mark tool calls with them.
-    """
+    """Returns a turn's text, with special tokens except a stop token: some mark tool calls."""
     is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
     kept = tokens[:-1] if is_special else tokens
     return str(tokenizer.decode(list(kept), skip_special_tokens=False))

@@ -79,10 +79,8 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends `{"step": step, ...}`; NaN and infinity, which JSON lacks, become null.
-
-        If the last line of the file is for the same step, that line is extended, because a run that
-        was stopped before an evaluation runs the evaluation when it resumes.
+        """Appends `{"step": step, ...}`, or extends a last line of the same step, because a run
+        that was stopped before an evaluation runs it when it resumes. NaN and infinity become null.
         """
         is_same = self._last.get("step") == step
         record: Record = dict(self._last) if is_same else {"step": step}
@@ -242,9 +240,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records and the damaged lines in a metrics.jsonl file, without a last line that a
-    crash cut short. Raises UserError if the path is not a file.
-    """
+    """Returns records and damaged lines, without a last one cut short. Raises UserError."""
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not a file"
         raise UserError(str(path), found, "a metrics file", f"Move or delete {path}.")

@@ -141,7 +141,6 @@ class TrackerSink:
 
     Args:
         folder: Run folder, whose report page is uploaded at the end.
-        say: Function that prints a message, in the thread that calls the sink's methods.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:

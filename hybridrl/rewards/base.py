@@ -56,16 +56,11 @@ class TextDecoder(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of the tokens."""
-        ...
 
 
 class Part:
     """One scorer in the weighted sum, with its name in metrics. Without `config`, it runs in place
     with weight 1.
-
-    Attributes:
-        is_in_place: Whether the reward function runs in the calling thread.
-        can_begin: Whether finished samples can be scored while others are being generated.
     """
 
     def __init__(
@@ -143,7 +138,6 @@ class Scorer:
         tokenizer: Tokenizer that decodes responses to text without special tokens.
         function: Reward function to use instead of the configured functions, or several functions
             whose scores are added (interface: see functions.py), named as in metrics.
-        min_samples: Minimum number of samples in a group for a comparison.
         environment, agent: Sections of what took part in the responses, if anything did.
 
     Raises:
@@ -297,9 +291,7 @@ class Scorer:
         )
 
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
-        """Returns the outcomes of all samples for each scorer. If failures stop the run, returns at
-        the first one, with a number for missing outcomes.
-        """
+        """Returns all samples' outcomes for each scorer, or up to a failure that stops the run."""
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
         waiting = list(chain.from_iterable(started))

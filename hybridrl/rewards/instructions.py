@@ -2,11 +2,9 @@
 2311.07911, appendix). Does not import torch.
 
 A row contains `instruction_id_list` (names from the table CHECKS) and `kwargs` (their arguments in
-the same order); null arguments are ignored. The reward also works for rows outside IFEval.
-
-Differences from the published checks: a sentence ends at . ! or ? before white space or the end of
-the text, whereas the published checks use a trained splitter; `change_case` checks only the
-letters, not the language; and `language:response_language` needs the package langdetect.
+the same order, null to ignore). Differences from the published checks: a sentence ends at . ! or ?
+before white space or the end of the text, instead of by a trained splitter; `change_case` checks
+only the letters; `language:response_language` needs the package langdetect.
 """
 
 from __future__ import annotations

@@ -97,14 +97,12 @@ def call_reward(
     function: Callable[..., Any], job: Job, stops: bool = False, limit_s: float | None = None
 ) -> list[Outcome]:
     """Calls a reward function once per sample, or once if it is batched; async ones concurrently.
+    Raises UserError if the function reported a fault in the configuration.
 
     Args:
-        stops: Whether to stop calling after the first failure. Samples that were not scored then
-            have outcome 0, or are missing at the end of the list.
+        stops: Whether to stop after the first failure; samples without a score have 0 or are
+            missing.
         limit_s: Time limit for one call to an async function, in seconds.
-
-    Raises:
-        UserError: The function reported a fault in the configuration.
     """
     if traits_of(function).batched:
         return _batched(function, job)

@@ -44,7 +44,6 @@ class Timed(Protocol):
     @property
     def timeout_s(self) -> float:
         """Time limit of one call, in seconds."""
-        ...
 
 
 class NoAnswerError(Exception):

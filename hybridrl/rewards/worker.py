@@ -31,9 +31,7 @@ PR_SET_PDEATHSIG = 1
 def serve(
     make: Callable[[Any], Callable[[Any], Iterable[Any]]], encode: Callable[[Any], dict[str, Any]]
 ) -> None:
-    """Processes jobs until the input ends. `make` takes the config section (the first input) and
-    returns the function for a job's results, each of which `encode` encodes as JSON.
-    """
+    """Answers jobs until the input ends; `make(section)` returns the function for their results."""
     leave_stop_signals_to_the_rank()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

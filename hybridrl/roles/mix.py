@@ -1,11 +1,10 @@
 """Selects rows of additional loss terms for each step, and computes their columns. Collective.
 
 Every rank selects the same rows. The loss of an optimizer step is the main loss plus each term's
-loss times its weight; each loss is divided by its own global denominator. All passes add to one
-gradient with one norm, which is applied or skipped as a whole (update.py). A step's rows of a term
-are divided among the step's optimizer updates. Their columns are computed with the weights from
-before the optimizer step, so the gradient of a preference loss, which is linear in the
-log-probabilities, is exact in every one.
+loss times its weight, each divided by its own global denominator; the sum's gradient has one norm,
+and is applied or skipped as a whole (update.py). A step's rows of a term are divided among its
+optimizer updates, and their columns are computed with the weights from before each of these, so the
+gradient of a preference loss, which is linear in the log-probabilities, is exact in every one.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Mix:
     def batches(
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
-        """Yields the terms' batches for each optimizer step, by name; none if no policy is trained.
-        Their columns are computed with the weights at the time of the iteration.
+        """Yields the terms' batches of each optimizer step, with columns of the weights at that
+        time.
         """
         self.taken = []
         rows = {

@@ -13,7 +13,7 @@ from batches import train_batch
 from test_algorithms_advantage import responses
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.kl_control import AdaptiveKl
+from hybridrl.algorithms.policy_gradient import AdaptiveKl
 from hybridrl.config.schema import GrpoConfig, PpoConfig
 from hybridrl.training.batches.collation import micro_batch
 

@@ -176,7 +176,7 @@ def test_an_episode_that_is_given_back_begins_again_without_its_turns(tmp_path: 
         host: AgentHost = host_of(tmp_path, run.tasks, sessions, endpoint=NoEndpoint())
         host.begin(Assignment(7, 0, 3, "2+2=", {}))
         (first,) = run.post("take", {})["tasks"]
-        (session,) = sessions.all()
+        (session,) = sessions._open.values()
         assert session.token == first["api_key"]
         wait_for(lambda: any(run.tasks._waiting.values()))  # its taker was not heard of
         (again,) = run.post("take", {})["tasks"]

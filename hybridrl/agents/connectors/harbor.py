@@ -64,9 +64,7 @@ class TaskFolder:
         return TaskFolder(folder, text, settings)
 
     def timeout_s(self, section: str) -> float:
-        """Returns the time limit of the section `agent` or `verifier`, in seconds. The model's
-        turns do not count, because their time depends on the run.
-        """
+        """Returns the seconds of section `agent` or `verifier`, without the model's turns."""
         return float(self.settings.get(section, {}).get("timeout_sec", TIMEOUT_S))
 
 
