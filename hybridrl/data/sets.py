@@ -156,8 +156,8 @@ def _hub_set(name: str, datasets: Any) -> Any:
 
 
 def _cached(name: HubName, commit: str, other: Any) -> Any:
-    """Returns the cached builder for this commit, or raises DataError. If datasets (5.2) cannot read from
-    the hub, it uses the newest commit in its cache, for which `other` is.
+    """Returns the cached builder for this commit, or raises DataError. If datasets (5.2) cannot
+    read from the hub, it uses the newest commit in its cache, for which `other` is.
     """
     prepared = Path(other.cache_dir).parents[1]  # contains the folders VERSION/COMMIT
     folder = next(iter(sorted(prepared.glob(f"*/{commit}"))), None)
