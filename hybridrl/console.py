@@ -1,14 +1,10 @@
-"""Protects stdout and stderr, so that a run does not depend on its console. Imports no other module
-of hybridrl.
+"""Protects stdout and stderr, so that a run does not depend on its console. Imports only libraries.
 
-A console may fail while a run trains: the reader of a pipe exits, a terminal closes, the disk of
-`2> file` is full, or nobody scrolls `| less`. Invariant: after `protect`, no write to these streams
-raises an error or blocks longer than STALL_S, and a broken console does not kill programs that the
-process starts later. Output that the console does not accept is dropped; everything important is
-also in the run's own files.
-
-All code writes to `sys.stdout` and `sys.stderr`, through `say`, `print` or a library. The files
-below these streams are replaced, so that users' code is protected too.
+A console may fail while a run trains: the reader of a pipe exits, a terminal closes, a disk is
+full, or nobody scrolls `| less`. Invariant: after `protect`, no write to these streams, by users'
+code too, raises an error or blocks longer than STALL_S, and a broken console does not kill programs
+that the process starts later. Output that the console does not accept is dropped; everything
+important is also in the run's own files.
 """
 
 from __future__ import annotations

@@ -295,11 +295,8 @@ def rectangle_copies(
 
     Args:
         pairs: Views of equal shapes with a contiguous last dim; destinations do not overlap.
-        device: Device of the destinations.
-        lanes: For each source, the link through which it is read; the work is balanced over the
-            links.
-        programs: Maximum number of Triton programs, to leave multiprocessors free for other
-            kernels; None for the whole device.
+        lanes: For each source, the link through which it is read; they share the work evenly.
+        programs: Maximum number of Triton programs; None for the whole device.
     """
     if device.type == "cuda":
         from hybridrl.kernels.rectangles import RectangleCopies  # torch's CUDA builds bring triton

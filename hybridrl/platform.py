@@ -1,20 +1,13 @@
 """Platform of a job: CUDA with NCCL, or CPU with gloo.
 
 Owns the choice of device and backend, and all code that makes megatron-core 0.16 run without CUDA.
-On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapts it:
-
-* device: `torch.cuda.current_device` and similar functions return the CPU. In modules that use CUDA
-  literals in every micro-batch, `torch` is replaced by a version whose factories ignore
-  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`. This context must
-  surround model building, optimizer steps and checkpoints, but not rollout, because its torch
-  function mode slows down every operation.
-* random numbers: Megatron's tracker uses the CPU generator.
-* experts: the dispatcher's token counts become numpy arrays, and parts of unequal size are padded
-  in gathers and scatters.
-* gathers: each gather of a parameter buffer is a separate, synchronous collective.
-* without transformer-engine and apex: two fixes that are also needed on GPU hosts without them.
-
-`torch.cuda.Stream` is replaced by a class, because vLLM subclasses it.
+On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapts it: its current
+device is the CPU; in modules that use CUDA literals in every micro-batch, factories of `torch`
+ignore them; other literals are rewritten inside `Platform.megatron_phase`, which must surround
+model building, optimizer steps and checkpoints, but not rollout, because its function mode slows
+down every operation. Random numbers come from the CPU generator, expert counts are numpy arrays,
+unequal parts are padded, and gathers are synchronous. `torch.cuda.Stream` becomes a class, which
+vLLM subclasses. Two fixes are also needed on GPU hosts without transformer-engine and apex.
 """
 
 from __future__ import annotations
@@ -56,7 +49,6 @@ class Platform:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether Megatron runs without CUDA."""
         return self.device.type == "cpu"
 
     def default_dtype(self) -> torch.dtype:

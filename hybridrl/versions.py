@@ -37,7 +37,6 @@ class Support:
 
     @property
     def newest(self) -> str:
-        """The newest tested version."""
         return max(self.tested, key=Version)
 
     @property
@@ -53,8 +52,7 @@ def tested_numbers(tested: Iterable[str], name: str) -> tuple[str, ...]:
 
 
 MEGATRON = Support("0.16.1", ("0.16.1", "0.19.2"))
-# The metadata of megatron-core 0.16.1 names versions of transformer-engine below 2.12, that of
-# 0.19.2 none.
+# megatron-core 0.16.1 names versions of transformer-engine below 2.12, 0.19.2 none.
 TRANSFORMER_ENGINE = Support("2.11", ("2.11.0",))
 
 

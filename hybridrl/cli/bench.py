@@ -18,7 +18,6 @@ import typer
 from hybridrl.cli.check import refuse_without_rollouts
 from hybridrl.cli.options import ConfigFile, Json, Overrides, World, json_only, refuse_other_job
 from hybridrl.config.load import load_config
-from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
 from hybridrl.errors import UserError
@@ -26,9 +25,8 @@ from hybridrl.loop.preflight import validate_training
 from hybridrl.parallel.failure import is_launched, rank_file
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import engine_package, offered_engines
-from hybridrl.services.launch.local_ranks import is_rank
+from hybridrl.services.launch.local_ranks import is_rank, leave_for_parent, report_of_ranks
 from hybridrl.services.launch.pinning import laid_out, with_commits
-from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
 from hybridrl.services.planner.text import memory_size
 
 Load = Callable[[Sequence[str]], tuple[Config, int]]
@@ -145,7 +143,6 @@ def _sizes(config: Config, world_size: int) -> dict[str, int]:
 
 
 def title(sizes: Mapping[str, Any]) -> str:
-    """Formats the sizes as a line of text."""
     engine = f"TP{sizes['tp']}" + (f" EP{sizes['ep']}" if sizes["ep"] > 1 else "")
     return (
         f"{sizes['prompts']} prompts x {sizes['samples_per_prompt']} responses, "
@@ -155,7 +152,6 @@ def title(sizes: Mapping[str, Any]) -> str:
 
 
 def line(entry: Mapping[str, Any]) -> str:
-    """Formats the result of one engine as a line of text."""
     if "refused" in entry:
         return f"{entry['engine']:8} not measured: {entry['refused']}"
     engine, rank = (memory_size(entry[key]) for key in ("engine_bytes", "rank_bytes"))
@@ -183,9 +179,8 @@ def bench_rollout(
     refuse_other_job(world)
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:
-        found = with_commits(load_config(config, changed))
-        world_size = world or default_world_size(found, num_local_gpus())
-        return laid_out(found, world_size)[0], world_size
+        found, _, world_size = laid_out(with_commits(load_config(config, changed)), world)
+        return found, world_size
 
     given, names = overrides or [], measured_engines(engines)
     with json_only(as_json) as emit:

@@ -12,16 +12,13 @@ import typer
 from hybridrl.cli import options
 from hybridrl.cli.options import Json, Overrides, World, json_only, refuse_other_job, torchrun_world
 from hybridrl.config.load import load_config
-from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.loop.preflight import validate_training
 from hybridrl.parallel.failure import is_launched
-from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import ENGINES, offered_engines
-from hybridrl.services.launch.local_ranks import is_rank
+from hybridrl.services.launch.local_ranks import is_rank, leave_for_parent, report_of_ranks
 from hybridrl.services.launch.pinning import laid_out, with_commits
-from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
 
 CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 
@@ -111,7 +108,6 @@ def diagnose(
 
 
 def mismatch_text(report: dict[str, Any]) -> str:
-    """Formats the report as text."""
     weights = report["checkpoint"] or "the initial weights"
     lines = [f"{report['engine']} engine and trainer in {report['dtype']}, {weights}"]
     for name in (name for name in CHECKS if name in report):
@@ -195,8 +191,7 @@ def _check_mismatch(
         if is_launched():
             return config, 0
         started = torchrun_world(world) if is_rank() else None
-        world_size = started or world or default_world_size(config, num_local_gpus())
-        config, _ = laid_out(config, world_size)
+        config, _, world_size = laid_out(config, started or world)
         validate_training(config, world_size)
         return config, world_size
 

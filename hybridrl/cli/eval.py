@@ -24,7 +24,6 @@ from hybridrl.cli.options import (
 )
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
-from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.config.starter import has_template
 from hybridrl.errors import UserError
@@ -34,7 +33,6 @@ from hybridrl.models.adapters.peft_directory import CONFIG_FILE as ADAPTER_FILE
 from hybridrl.models.adapters.peft_directory import is_peft, read_base_name
 from hybridrl.models.hf.directory import CONFIG_FILE
 from hybridrl.parallel.failure import is_launched
-from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
 from hybridrl.services.launch.pinning import laid_out, with_commits
 
@@ -46,31 +44,27 @@ OWN = "held-out prompts"
 COLUMNS = ("", "prompts", "samples", "accuracy")
 
 
-def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
-    """Returns the configuration for an evaluation, and the checkpoint if `source` is a checkpoint.
+def evaluated_config(
+    source: Path, overrides: Sequence[str], checkpoint: Path | None = None
+) -> tuple[Config, Path | None]:
+    """Returns the configuration, and the `checkpoint` or else `source` if that is a checkpoint.
 
     `rollout.temperature` in the overrides is used as `eval.temperature`.
 
     Raises:
         UserError: `source` is no YAML file, run folder, checkpoint, or HF or PEFT directory.
     """
-    checkpoint = None
+    own = None
     if not os.path.isdir(source):
         config = load_config(source, overrides)
     elif os.path.isfile(source / CONFIG_FILE):
-        # A configuration needs a run's name and folder, although an evaluation writes nothing.
-        content = {
-            "run": {"name": "evaluation", "dir": str(source)},
-            "model": {"path": str(source)},
-            "algorithm": {"name": "sft"},
-        }
-        config = load_config_dict(content, overrides)
+        config = load_config_dict({"model": {"path": str(source)}, **_as_run(source)}, overrides)
     elif is_peft(source):
         config = _config_of_adapter(source, overrides)
     elif os.path.isfile(source / RUN_CONFIG):
         config = _config_of_run(source, overrides)
     elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
-        run, checkpoint = Path(os.path.abspath(source)).parent.parent, source
+        run, own = Path(os.path.abspath(source)).parent.parent, source
         if not os.path.isfile(run / RUN_CONFIG):
             found = f"a checkpoint without its run: {run / RUN_CONFIG} does not exist"
             remedy = "Pass the run's configuration, and this folder with --checkpoint."
@@ -89,7 +83,17 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     if any(override.startswith(TEMPERATURE) for override in overrides):
         section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
         config = config.model_copy(update={"eval": section})
-    return config, checkpoint
+    if own is not None and checkpoint is not None:
+        remedy = f"Remove it, because {source} already is a checkpoint."
+        raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
+    if checkpoint is not None and not os.path.isdir(checkpoint):
+        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Correct the path.")
+    return config, checkpoint or own
+
+
+def _as_run(source: Path) -> dict[str, Any]:
+    # A configuration needs a run's name and folder, although an evaluation writes nothing.
+    return {"run": {"name": "evaluation", "dir": str(source)}, "algorithm": {"name": "sft"}}
 
 
 def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
@@ -98,12 +102,7 @@ def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
     model = {"path": base} if base else {}
     if os.path.isfile(source / TOKENIZER_FILE):
         model["tokenizer"] = str(source)
-    content = {
-        "run": {"name": "evaluation", "dir": str(source)},
-        "model": model,
-        "lora": {"path": str(source)},
-        "algorithm": {"name": "sft"},
-    }
+    content = {"model": model, "lora": {"path": str(source)}, **_as_run(source)}
     config = load_config_dict(content, overrides)
     if config.model.path is None and config.model.init is None:
         found = "nothing"
@@ -228,34 +227,27 @@ def evaluate(
     """
     refuse_other_job(world)
     given = overrides or []
-    loaded, found = evaluated_config(config, given)
-    if found is not None and checkpoint is not None:
-        remedy = f"Remove it, because {config} already is a checkpoint."
-        raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
-    checkpoint = checkpoint or found
+    loaded, used = evaluated_config(config, given, checkpoint)
     if prompts is not None:
         loaded = loaded.with_eval_prompts((str(prompts),))
     loaded = with_commits(loaded)
     files = loaded.data.eval_prompts if prompts else None
-    if checkpoint is not None and not os.path.isdir(checkpoint):
-        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Correct the path.")
     warning = None
-    if checkpoint is None:
+    if used is None:
         warning = untrained_warning(loaded, config) or template_warning(loaded, config)
     if is_rank():
         if not is_launched():
-            validate_evaluation(loaded, torchrun_world(world), files, checkpoint)
+            validate_evaluation(loaded, torchrun_world(world), files, used)
             if warning and os.environ["RANK"] == "0":
                 typer.echo(warning, err=True)
-        _evaluate_rank(loaded, checkpoint, files, as_json)
+        _evaluate_rank(loaded, used, files, as_json)
         return
-    world_size = world or default_world_size(loaded, num_local_gpus())
-    loaded, laid = laid_out(loaded, world_size)
-    validate_evaluation(loaded, world_size, files, checkpoint)
+    loaded, laid, world_size = laid_out(loaded, world)
+    validate_evaluation(loaded, world_size, files, used)
     if warning:
         typer.echo(warning, err=True)
     arguments = ["eval", str(config), *given, *laid]
-    arguments += ["--checkpoint", str(checkpoint)] if checkpoint and not found else []
+    arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
     arguments += ["--prompts", str(prompts)] if prompts else []
     arguments += ["--json"] if as_json else []
     raise typer.Exit(launch_without_run(arguments, world_size))

@@ -113,7 +113,6 @@ def known_parameters(model: str) -> int | None:
 
 
 def _check_model(name: str, model: str) -> None:
-    """Raises UserError if there is no such folder and the name cannot be one of the hub."""
     folder = Path(model).expanduser()
     if folder.is_file():
         remedy = "Pass its folder; to start from random weights, set model.init."
@@ -126,7 +125,6 @@ def _check_model(name: str, model: str) -> None:
 
 
 def _check_source(source: str) -> None:
-    """Raises UserError unless a source of prompts exists or has the form of a hub data set."""
     if source.startswith(DATASETS):
         if dataset_name(source) is None:
             raise UserError("--prompts", source, DATASET_FORM, "Correct the name.")

@@ -43,7 +43,6 @@ class Commands(TyperGroup):
     """Command group that turns a call of sys.exit in users' code into an error."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
         with contained():
             return super().invoke(ctx)
 
@@ -85,7 +84,6 @@ def common(
 
 
 def main() -> None:
-    """Runs the command line and ends the process with the command's exit code."""
     make_working_folder_importable()
     console.protect(console.STDERR)
     die_with_launcher()
@@ -95,8 +93,7 @@ def main() -> None:
         write_stacks_on_signal()
         observe_hangs(HangReports)
         failure.begin()
-        # Megatron warns about missing packages, which `hybridrl check` reports; here the warnings
-        # would bury the message about a user's mistake.
+        # Megatron's warnings about missing packages would bury the message about a mistake.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:

@@ -51,8 +51,7 @@ OfMismatch = Annotated[
     ),
 ]
 WithReference = Annotated[
-    bool,
-    typer.Option(help="With --mismatch: also compare with transformers in float32."),
+    bool, typer.Option(help="With --mismatch: also compare with transformers in float32.")
 ]
 AgainstEngine = Annotated[
     str | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +19,10 @@ from hybridrl.cli.options import (
     refuse_other_job,
     torchrun_world,
 )
-from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
-from hybridrl.errors import UserError
 from hybridrl.loop.preflight import validate_serving
 from hybridrl.parallel.failure import is_launched
-from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
 from hybridrl.services.launch.pinning import laid_out, with_commits
 
@@ -55,32 +51,23 @@ def serve(
     """
     refuse_other_job(world)
     given = overrides or []
-    loaded, found = evaluated_config(source, given)
-    if found is not None and checkpoint is not None:
-        remedy = f"Remove it, because {source} already is a checkpoint."
-        raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
-    checkpoint = checkpoint or found
-    if checkpoint is not None and not os.path.isdir(checkpoint):
-        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Correct the path.")
+    loaded, used = evaluated_config(source, given, checkpoint)
     loaded = with_commits(loaded)
     if is_rank():
         if not is_launched():
-            validate_serving(loaded, torchrun_world(world), checkpoint)
-        _serve_rank(loaded, checkpoint, host, port, tuple(allow_host or ()), tool_format, as_json)
+            validate_serving(loaded, torchrun_world(world), used)
+        _serve_rank(loaded, used, host, port, tuple(allow_host or ()), tool_format, as_json)
         return
-    world_size = world or default_world_size(loaded, num_local_gpus())
-    loaded, laid = laid_out(loaded, world_size)
-    validate_serving(loaded, world_size, checkpoint)
-    if checkpoint is None and (warning := untrained_warning(loaded, source)):
+    loaded, laid, world_size = laid_out(loaded, world)
+    validate_serving(loaded, world_size, used)
+    if used is None and (warning := untrained_warning(loaded, source)):
         say(warning.replace("is evaluated", "is served"))
     if host not in LOOPBACK:
-        say(
-            f"WARNING: --host {host} lets other hosts send requests. They need the key, and the "
-            "connection is not encrypted."
-        )
+        needed = "They need the key, and the connection is not encrypted."
+        say(f"WARNING: --host {host} lets other hosts send requests. {needed}")
     arguments = ["serve", str(source), *given, *laid, "--host", host, "--port", str(port)]
     arguments += ["--tool-format", tool_format]
-    arguments += ["--checkpoint", str(checkpoint)] if checkpoint and not found else []
+    arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
     for name in allow_host or ():
         arguments += ["--allow-host", name]
     arguments += ["--json"] if as_json else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -12,24 +13,25 @@ from hybridrl import console
 from hybridrl.cli.options import ConfigFile, Overrides, World, refuse_other_job, torchrun_world
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
-from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.loop.preflight import validate_replay, validate_training
 from hybridrl.parallel.failure import is_launched
-from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.services.launch.leaving import wait_for_gate
-from hybridrl.services.launch.local_ranks import is_rank
-from hybridrl.services.launch.pinning import laid_out, with_commits
+from hybridrl.services.launch.local_ranks import (
+    is_rank,
+    launch_run,
+    leave_for_parent,
+    report_of_ranks,
+)
+from hybridrl.services.launch.pinning import fits_on, laid_out, with_commits
 from hybridrl.services.launch.rank_log import log_to
-from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
-from hybridrl.services.launch.training import launch_training
+from hybridrl.services.launch.restarts import ElasticLaunch, LocalJob
 
 PROMPT_CHARACTERS = 60
 
 
 def replay_text(report: dict[str, Any]) -> str:
-    """Formats the report as text."""
     weights = report["checkpoint"] or "the initial weights"
     counts = {"steps": report["num_steps_between"], "optimizer steps": report["update"]}
     ages = [f"{count} {what}" for what, count in counts.items() if count]
@@ -112,7 +114,23 @@ def train(
         wait_for_gate()
         raise typer.Exit(train_rank(loaded, resume))
     arguments = ["train", str(config), *(overrides or []), "--resume", resume]
-    raise typer.Exit(launch_training(loaded, arguments, world, resume))
+    raise typer.Exit(_launch(loaded, arguments, world, resume))
+
+
+def _launch(
+    config: Config,
+    arguments: Sequence[str],
+    world_size: int | None,
+    resume: Literal["newest", "previous"],
+) -> int:
+    found, laid, size = laid_out(config, world_size)
+    validate_training(found, size, resume)
+    folder, restarts = run_folder(found), found.run.max_restarts
+    if not restarts:
+        return launch_run([*arguments, *laid], size, folder)
+    # The ranks choose the layout themselves, because a restart may have fewer ranks.
+    again = ElasticLaunch(restarts, LocalJob(size, lambda fewer: fits_on(config, fewer)))
+    return launch_run(arguments, size, folder, again)
 
 
 def _replay(
@@ -131,8 +149,7 @@ def _replay(
         if os.environ["RANK"] != "0" or leave_for_parent(report):
             raise typer.Exit(0 if is_launched() else 1 - report["is_finite"])
     else:
-        world_size = world or default_world_size(config, num_local_gpus())
-        config, laid = laid_out(config, world_size)
+        config, laid, world_size = laid_out(config, world)
         validate_replay(config, world_size)
         arguments = ["train", str(file), *overrides, *laid, "--replay", str(saved)]
         report = report_of_ranks(arguments, world_size)

@@ -66,7 +66,6 @@ class AgentConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether agents take part."""
         return self.command is not None or self.function is not None or self.server
 
     @model_validator(mode="after")

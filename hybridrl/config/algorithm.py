@@ -37,9 +37,7 @@ ALGORITHM_NAMES = (
 
 
 class PolicyGradientConfig(Section):
-    """Knobs shared by all algorithms with rollouts: per-token objective, loss averaging, KL to a
-    reference, entropy bonus, length penalty.
-    """
+    """Knobs shared by all algorithms with rollouts: per-token objective, loss averaging, KL to a reference, entropy bonus, length penalty."""
 
     name: str
     """Name of the algorithm."""
@@ -99,6 +97,13 @@ class PolicyGradientConfig(Section):
             or self.correction.needs_whole_sequences
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, values: object) -> object:
+        if isinstance(values, Mapping):
+            return (PRESETS | CRITIC_PRESETS).get(str(values.get("name")), {}) | dict(values)
+        return values
+
     @field_validator("router_replay", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
@@ -140,9 +145,7 @@ def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
 
 
 class GrpoConfig(PolicyGradientConfig):
-    """GRPO and the variants in PRESETS: the samples of a prompt are compared with each other, so no
-    critic is needed.
-    """
+    """GRPO and the variants in PRESETS: the samples of a prompt are compared with each other, so no critic is needed."""
 
     name: GroupRelativeName = "grpo"
     """Name of the algorithm, which also sets the defaults of this section."""
@@ -195,17 +198,9 @@ class GrpoConfig(PolicyGradientConfig):
 
     @property
     def min_samples(self) -> int:
-        """Smallest number of samples per prompt."""
         if self.baseline == "pass_at_k":
             return max(2, self.pass_k)
         return 1 if self.baseline == "greedy" else 2
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, values: object) -> object:
-        if isinstance(values, Mapping):
-            return PRESETS.get(str(values.get("name")), {}) | dict(values)
-        return values
 
     @model_validator(mode="after")
     def _check_comparison(self) -> Self:
@@ -242,9 +237,7 @@ class ReinforceConfig(PolicyGradientConfig):
 
 
 class PpoConfig(PolicyGradientConfig):
-    """Proximal policy optimization (PPO) with a critic and generalised advantage estimation, and
-    the variants in CRITIC_PRESETS.
-    """
+    """Proximal policy optimization (PPO) with a critic and generalised advantage estimation, and the variants in CRITIC_PRESETS."""
 
     name: Literal["ppo", "vapo"] = "ppo"
     """Name of the algorithm, which also sets the defaults of this section."""
@@ -275,13 +268,6 @@ class PpoConfig(PolicyGradientConfig):
     def needs(self) -> Needs:
         """Needs of the algorithm: a critic, in addition to the shared needs."""
         return replace(super().needs, values=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, values: object) -> object:
-        if isinstance(values, Mapping):
-            return CRITIC_PRESETS.get(str(values.get("name")), {}) | dict(values)
-        return values
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):

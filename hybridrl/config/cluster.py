@@ -13,9 +13,7 @@ GPUS_PER_NODE = 8  # number on most training hosts
 
 
 class ClusterConfig(Section):
-    """The cluster that a plan assumes. If a key is null, its value comes from the GPU named by
-    `gpu`, or else from this host. Rates are for one direction.
-    """
+    """The cluster that a plan assumes. If a key is null, its value comes from the GPU named by `gpu`, or else from this host. Rates are for one direction."""
 
     gpu: str | None = None
     """Known GPU whose memory and rates are used: H200, H100, H800, H20, A100, A800, B200 or L40S. The default is this host's GPU, or H100 if it has none."""

@@ -15,10 +15,7 @@ REJECT_MAX = {"none": 2.0, "token": 2.0, "sequence": 2.0, "geometric": 1.001}
 
 
 class CorrectionConfig(Section):
-    """Importance weights and rejection, based on the ratio k = old / behaviour: the probability
-    under the policy at the start of the step, divided by the probability with which the engine
-    sampled.
-    """
+    """Importance weights and rejection, based on the ratio k = old / behaviour: the probability under the policy at the start of the step, divided by the probability with which the engine sampled."""
 
     weight: Level = "none"
     """Level at which the ratio k = old / behaviour is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0 or the engine uses FP8 (rollout.quantization, rollout.kv_cache_dtype). The mismatch metrics are reported in either case."""
@@ -49,16 +46,13 @@ class CorrectionConfig(Section):
 
     @property
     def reject_bounds(self) -> tuple[float, float]:
-        """Smallest and largest k that are not rejected."""
         high = REJECT_MAX[self.reject] if self.reject_max is None else self.reject_max
         return 1 / high if self.reject_min is None else self.reject_min, high
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for level, names in (
-            ("weight", ("bound", "max", "min")),
-            ("reject", ("reject_max", "reject_min")),
-        ):
+        of_levels = {"weight": ("bound", "max", "min"), "reject": ("reject_max", "reject_min")}
+        for level, names in of_levels.items():
             for name in names:
                 value, field = getattr(self, name), type(self).model_fields[name]
                 if getattr(self, level) == "none" and value != field.get_default():

@@ -16,9 +16,7 @@ REWARD = "environment"
 
 
 class EnvironmentConfig(Section):
-    """Environment for multi-turn responses. reward.on_error decides what happens when the
-    environment fails.
-    """
+    """Environment for multi-turn responses. reward.on_error decides what happens when the environment fails."""
 
     name: str | None = None
     """Name of an environment, or 'package.module:Class' for your own. By default there is no environment, and each response has a single turn."""
@@ -49,21 +47,15 @@ class EnvironmentConfig(Section):
 def environment_rules(
     environment: EnvironmentConfig, reward: RewardConfig, max_new_tokens: int
 ) -> Iterator[UserError]:
-    """Yields the violations of rules between the section and other sections."""
     named = [name for name, scorer in reward.scorers().items() if scorer.function == REWARD]
     if len(named) > 1:
-        yield UserError(
-            "reward.functions",
-            f"function {REWARD} in {', '.join(named)}",
-            f"at most one scorer with function {REWARD}, because all of them would return the same "
-            f"sum",
-            "Keep one of these scorers, and give it the sum of their weights.",
-        )
+        found, reason = f"function {REWARD} in {', '.join(named)}", "all would return the same sum"
+        allowed = f"at most one scorer with function {REWARD}, because {reason}"
+        remedy = "Keep one of these scorers, and give it the sum of their weights."
+        yield UserError("reward.functions", found, allowed, remedy)
     if environment.name is None and named:
-        allowed = (
-            "another function, because environment.name is not set and no environment provides "
-            "rewards"
-        )
+        reason = "because environment.name is not set and no environment provides rewards"
+        allowed = f"another function, {reason}"
         remedy = "Set environment.name, or another reward.function."
         yield UserError("reward.function", REWARD, allowed, remedy)
     longest = environment.max_turn_tokens

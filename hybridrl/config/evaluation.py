@@ -78,7 +78,6 @@ class EvalConfig(Section):
         return max(in_training, self.max_new_tokens or 0)
 
     def samples_of(self, one: EvalSetConfig) -> int:
-        """Returns the number of responses per prompt of a set."""
         return one.samples_per_prompt or self.samples_per_prompt
 
 

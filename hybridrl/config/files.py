@@ -19,8 +19,7 @@ RUN_FILE = "run.json"
 """File in a run folder that records the time, ranks and hardware of each start, and how it ended.
 """
 FETCH_AGAIN = "Fetch or export the file again."
-# The largest files of known models have 1.1 MB (tokenizer_config.json) and 20 MB (index of
-# weights).
+# The largest known files have 1.1 MB (tokenizer_config.json) and 20 MB (weights' index).
 MAX_BYTES = 64 << 20
 # Maximum nesting of lists and objects. Deeper values overflow the stack of recursive readers;
 # PyYAML's C parser then crashes the process.
@@ -88,11 +87,7 @@ def _is_deep(value: object) -> bool:
 
 
 def read_json_object(
-    file: Path,
-    error: type[UserError],
-    *,
-    has_unique_keys: bool = True,
-    max_bytes: int = MAX_BYTES,
+    file: Path, error: type[UserError], *, has_unique_keys: bool = True, max_bytes: int = MAX_BYTES
 ) -> dict[str, Any]:
     """Returns the JSON object in a file, by default with unique keys; raises `error` otherwise."""
     text = read_bytes(file, error, "a JSON object", max_bytes)

@@ -23,11 +23,7 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 GENERATION_CONFIG = "generation_config.json"
 # Keys that are read from generation_config.json; the knobs of `rollout` have the same names.
 _TAKEN = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "repetition_penalty")
-_OFF: dict[str, float] = {
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-}
+_OFF: dict[str, float] = {"min_new_tokens": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 """Knobs that modify the distribution depending on earlier tokens, with the values that turn them
 off.
 """
@@ -99,13 +95,10 @@ def generation_rules(config: Config) -> Iterator[UserError]:
         allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
         yield config.refused("rollout.min_new_tokens", allowed, "Lower rollout.min_new_tokens.")
     if rollout.gpu_memory_share is not None and not traits.has_fixed_kv_cache:
-        yield config.refused(
-            "rollout.gpu_memory_share",
-            f"no value with rollout.engine={rollout.engine}, whose KV cache grows with its "
-            f"requests",
-            "Remove rollout.gpu_memory_share, and limit concurrent requests with "
-            "rollout.max_batch.",
-        )
+        reason = "whose KV cache grows with its requests"
+        allowed = f"no value with rollout.engine={rollout.engine}, {reason}"
+        remedy = "Remove rollout.gpu_memory_share, and limit requests with rollout.max_batch."
+        yield config.refused("rollout.gpu_memory_share", allowed, remedy)
 
 
 def on_policy_rules(config: Config) -> Iterator[UserError]:
@@ -115,10 +108,9 @@ def on_policy_rules(config: Config) -> Iterator[UserError]:
         return  # samples are used only in evaluations
     for key, off in _OFF.items():
         if (value := getattr(config.rollout, key)) != off:
-            allowed = (
-                f"{off:g} in training with algorithm {config.algorithm.name}, whose gradient "
-                f"assumes that tokens are sampled from the policy's own distribution"
-            )
+            reason = "assumes that tokens are sampled from the policy's own distribution"
+            name = config.algorithm.name
+            allowed = f"{off:g} in training with algorithm {name}, whose gradient {reason}"
             remedy = f"Set rollout.{key}={off:g}; `hybridrl eval` accepts other values."
             yield UserError(f"rollout.{key}", value, allowed, remedy)
 

@@ -102,7 +102,6 @@ def _sources(config: Config) -> Iterator[tuple[Place, str]]:
 
 
 def names_to_json(names: Mapping[Place, HubName]) -> str:
-    """Serialises hub names for `names_from_json`."""
     return json.dumps([[place, asdict(name)] for place, name in names.items()])
 
 
@@ -158,14 +157,10 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
 
     kind: type[UserError] = ModelError if name.kind == "model" else DataError
     try:
-        return Path(
-            snapshot_download(
-                name.repository,
-                repo_type=name.kind,
-                revision=name.revision,
-                allow_patterns=list(patterns),
-            )
+        found = snapshot_download(
+            name.repository, repo_type=name.kind, revision=name.revision, allow_patterns=[*patterns]
         )
+        return Path(found)
     except RevisionNotFoundError:
         allowed = f"a branch, tag or commit of {name.repository}"
         remedy = f"Correct the revision {name.revision!r} after the '@'."

@@ -32,16 +32,17 @@ _HOW_FAST: Any = {
 }
 # Knobs that only affect evaluations.
 _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
-# Knobs that only training reads. data.prompts is not among them, because held-out rows depend on
-# it.
+# Knobs that only training reads; not data.prompts, on which held-out rows depend.
 _TRAINS = ("steps.", "mix.", "rollout.", "run.seed", "train.")
 # `add_special_tokens` is not compared, because checkpoints identify prompts by their tokens. A run
 # that was started before this knob existed has no value for it, and can continue only with false.
 _IN_TOKENS = {"add_special_tokens"}
 
 
+_OF_STEPS = {"prompts_per_step", "samples_per_prompt", "updates_per_step", "max_policy_lag"}
+
+
 def run_folder(config: Config) -> Path:
-    """Returns the folder of all files of the run."""
     return Path(config.run.dir) / config.run.name
 
 
@@ -109,13 +110,10 @@ def _environment_violations(config: Config) -> list[UserError]:
         return [UserError(str(file), error, allowed, remedy)]
     now, written = digests(identity(config), config.written), config.written
     texts = {dotted(place): text for place, text in written.items()}
+    allowed = f"the value with which {run_folder(config)} was started"
+    remedy = "Restore the environment variable, or choose another run.name."
     return [
-        UserError(
-            key,
-            f"a changed value of {texts[key]}",
-            f"the value with which {run_folder(config)} was started",
-            "Restore the environment variable, or choose another run.name.",
-        )
+        UserError(key, f"a changed value of {texts[key]}", allowed, remedy)
         for key, digest in now.items()
         if isinstance(saved, dict) and saved.get(key, digest) != digest
     ]
@@ -145,7 +143,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """Returns the knobs that identify a run, without headers and options that may have API keys."""
-    steps = config.steps
     terms = {
         f"mix.{name}": term.model_dump(mode="json", exclude={"data": _IN_TOKENS})
         for name, term in config.mix.items()
@@ -157,12 +154,7 @@ def identity(config: Config) -> dict[str, Any]:
         "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
         "environment": config.environment.model_dump(mode="json", exclude=_SPEED),
         "agent": config.agent.model_dump(mode="json", exclude=NOT_IDENTITY),
-        "steps": {
-            "prompts_per_step": steps.prompts_per_step,
-            "samples_per_prompt": steps.samples_per_prompt,
-            "updates_per_step": steps.updates_per_step,
-            "max_policy_lag": steps.max_policy_lag,
-        },
+        "steps": config.steps.model_dump(include=_OF_STEPS),
         "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
         "train": {"freeze": _frozen(config), "optimizer": config.train.optimizer},
@@ -183,7 +175,6 @@ def _frozen(config: Config) -> list[str]:
 
 
 def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserError]:
-    """Returns a violation for each knob whose value differs from a saved identity."""
     found = []
     now = identity(config)
     for section in sorted(set(now) | set(saved)):
@@ -194,12 +185,6 @@ def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserEr
                 if (section, key) == ("algorithm", "correction"):
                     remedy += " Its default follows steps.max_policy_lag, rollout.quantization and"
                     remedy += " rollout.kv_cache_dtype: set algorithm.correction.weight to keep it."
-                found.append(
-                    UserError(
-                        f"{section}.{key}",
-                        repr(after.get(key)),
-                        f"{before.get(key)!r}, with which {run_folder(config)} was started",
-                        remedy,
-                    )
-                )
+                allowed = f"{before.get(key)!r}, with which {run_folder(config)} was started"
+                found.append(UserError(f"{section}.{key}", repr(after.get(key)), allowed, remedy))
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Path = tuple[str | int, ...]
@@ -19,15 +19,10 @@ HIDDEN = "<hidden>"
 _OPTIONS, _HEADERS = "options", "headers"
 
 
-def has_interpolation(value: object) -> bool:
-    """Whether a value is text with `${`, which OmegaConf interpolates unless it is escaped."""
-    return isinstance(value, str) and "${" in value
-
-
 def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
     """Returns all texts in nested mappings and lists that contain an interpolation, by place."""
     if isinstance(raw, str):
-        return {at: raw} if has_interpolation(raw) else {}
+        return {at: raw} if "${" in raw else {}
     found: dict[Path, str] = {}
     parts: Any = ()
     if isinstance(raw, Mapping):
@@ -40,19 +35,16 @@ def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
 
 
 def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
-    """Returns the places at or below `at`."""
     return [path for path in paths if path[: len(at)] == at]
 
 
 def value_at(values: object, path: Path) -> Any:
     """Returns the value at a place in nested mappings and lists; LookupError if there is none."""
     for key in path:
-        if isinstance(values, Mapping) or (
-            isinstance(values, list | tuple) and isinstance(key, int)
-        ):
-            values = values[key]  # type: ignore[index]
-        else:
+        is_list = isinstance(values, list | tuple) and isinstance(key, int)
+        if not is_list and not isinstance(values, Mapping):
             raise LookupError(path)
+        values = values[key]  # type: ignore[index]
     return values
 
 
@@ -106,7 +98,6 @@ def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, st
 
 
 def dotted(path: Path) -> str:
-    """Returns a place as a dotted key."""
     return ".".join(map(str, path))
 
 
@@ -122,18 +113,16 @@ def _header_paths(values: object, at: Path = ()) -> list[Path]:
 
 
 def _escaped(value: Any) -> Any:
-    """Returns nested values with a backslash before each `${`, so that no text is interpolated."""
+    """Returns a copy with a backslash before each `${`, so that no text is interpolated."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
-    if isinstance(value, Mapping):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
+    return _copy(value, _escaped)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, change: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: (change or _copy)(item) for key, item in value.items()}
+    return [*map(change or _copy, value)] if isinstance(value, list | tuple) else value
 
 
 def _set(values: dict[str, Any], path: Sequence[str | int], value: object) -> None:

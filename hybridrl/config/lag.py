@@ -64,15 +64,12 @@ def no_lag(config: Config) -> UserError:
     remedy = f"Set {KEY}=0, or use another algorithm, such as grpo."
     if isinstance(config.algorithm, CustomAlgorithmConfig):
         reason = "whose class does not set allows_lag in its needs"
-        remedy = (
-            f"Set {KEY}=0; or set allows_lag=True in the class's needs if its loss corrects for "
-            f"the lag."
-        )
+        own = "set allows_lag=True in the class's needs if its loss corrects for the lag"
+        remedy = f"Set {KEY}=0; or {own}."
     return UserError(KEY, lag, f"0 with algorithm {name}, {reason}", remedy)
 
 
 def lag_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of rules on `steps.max_policy_lag`."""
     lag, rollout, needs = config.steps.max_policy_lag, config.rollout, config.algorithm.needs
     if not lag:
         for key, is_set in (
@@ -96,24 +93,19 @@ def lag_rules(config: Config) -> Iterator[UserError]:
         return
     per_step, most = config.steps.prompts_per_step, config.steps.prompts_per_step * (lag + 1)
     if not per_step <= num_in_flight(config) <= most:
-        allowed = (
-            f"from steps.prompts_per_step = {per_step} to {most}, the prompts of {lag + 1} steps: "
-            f"with more, some samples would exceed {KEY}={lag}"
-        )
+        bounds = f"from steps.prompts_per_step = {per_step} to {most}"
+        reason = f"with more, some samples would exceed {KEY}={lag}"
+        allowed = f"{bounds}, the prompts of {lag + 1} steps: {reason}"
         remedy = "Change or remove rollout.in_flight."
         yield UserError("rollout.in_flight", num_in_flight(config), allowed, remedy)
-    yield from _combination_rules(config, lag)
-
-
-def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
-    algorithm = config.algorithm
-    if isinstance(algorithm, PolicyGradientConfig):
-        correction = algorithm.correction
+    if isinstance(config.algorithm, PolicyGradientConfig):
+        correction = config.algorithm.correction
         if correction.weight == "none" and correction.proximal == "old":
-            allowed = (
-                f"token, sequence or geometric with {KEY}={lag}, or correction.proximal=behaviour: "
-                "with neither, samples from older weights would be treated as on-policy"
+            able = (
+                f"token, sequence or geometric with {KEY}={lag}, or correction.proximal=behaviour"
             )
+            reason = "with neither, samples from older weights would be treated as on-policy"
+            allowed = f"{able}: {reason}"
             remedy = "Remove algorithm.correction.weight; with a lag, its default is token."
             yield UserError("algorithm.correction.weight", "none", allowed, remedy)
 
@@ -136,15 +128,11 @@ def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserEr
     elif shared and "policy" not in shared:
         role = next(iter(shared))
         key, section = named_roles(given)[role]
-        allowed = (
-            f"ranks without an engine, with {KEY}={lag}: engines on {given.rollout.ranks} "
-            f"generate continuously and never free their memory"
-        )
+        reason = f"engines on {given.rollout.ranks} generate continuously and never free memory"
+        allowed = f"ranks without an engine, with {KEY}={lag}: {reason}"
         yield UserError(f"{key}.ranks", section.ranks, allowed, f"Give {key} other ranks.")
     elif shared and config.rollout.unfinished_at_update is not None:
-        yield config.refused(
-            "rollout.unfinished_at_update",
-            "no value if engines and training share ranks, because then they take turns",
-            "Remove rollout.unfinished_at_update, or give placement.policy and placement.rollout "
-            "different ranks.",
-        )
+        allowed = "no value if engines and training share ranks, because then they take turns"
+        remedy = "or give placement.policy and placement.rollout different ranks."
+        remedy = f"Remove rollout.unfinished_at_update, {remedy}"
+        yield config.refused("rollout.unfinished_at_update", allowed, remedy)

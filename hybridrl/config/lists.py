@@ -25,13 +25,11 @@ Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]
 def _as_weights(value: object) -> object:
     if value is None:
         return None
-    is_list = isinstance(value, list | tuple) and all(
-        isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
-        for x in value
-    )
-    if not is_list:
+    if not isinstance(value, list | tuple) or not all(
+        type(x) in (int, float) and 0 < x < float("inf") for x in value
+    ):
         raise PydanticCustomError("weights", "a list of finite numbers above 0")
-    return tuple(float(x) for x in value)  # type: ignore[attr-defined]
+    return tuple(float(x) for x in value)
 
 
 Weights = Annotated[tuple[float, ...] | None, BeforeValidator(_as_weights)]
@@ -44,9 +42,8 @@ def _as_steps(value: object) -> object:
     for part in value if isinstance(value, list | tuple) else (value,):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(part))
         if match is None:
-            raise PydanticCustomError(
-                "steps", "a step, a range of steps such as 3-5, or a list of these"
-            )
+            allowed = "a step, a range of steps such as 3-5, or a list of these"
+            raise PydanticCustomError("steps", allowed)
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PydanticCustomError("steps", "a range of steps that ends after it begins")

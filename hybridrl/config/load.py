@@ -63,44 +63,29 @@ def load_config(
         ConfigError: All violations.
     """
     file = Path(path)
-    if not os.path.isfile(file):
-        found = "a directory" if os.path.isdir(file) else "no such file"
-        raise ConfigError(
-            [UserError(str(path), found, "an existing YAML file", "Correct the path.")]
-        )
     try:
+        if not os.path.isfile(file):
+            found = "a directory" if os.path.isdir(file) else "no such file"
+            raise UserError(str(path), found, "an existing YAML file", "Correct the path.")
         loaded = read_yaml(file)
         written = interpolations(OmegaConf.to_container(loaded, resolve=False))
         for place, value in _known(written, like).items():
             OmegaConf.update(loaded, dotted(place), value)
         content = OmegaConf.to_container(loaded, resolve=True)
+        if not isinstance(content, dict) or not content:
+            found = "an empty file" if not content else type(content).__name__
+            allowed = "a mapping with sections run, model, ..."
+            raise UserError(str(path), found, allowed, "Write the sections.")
     except UserError as error:
         raise ConfigError([error]) from None
     except OmegaConfBaseException as error:  # an interpolation without a value
-        raise ConfigError(
-            [
-                UserError(
-                    str(path), error_text(error), "valid YAML", "Fix the interpolation in the file."
-                )
-            ]
-        ) from None
-    if not isinstance(content, dict) or not content:
-        found = "an empty file" if not content else type(content).__name__
-        raise ConfigError(
-            [
-                UserError(
-                    str(path),
-                    found,
-                    "a mapping with sections run, model, ...",
-                    "Write the sections.",
-                )
-            ]
-        )
+        remedy = "Fix the interpolation in the file."
+        fault = UserError(str(path), error_text(error), "valid YAML", remedy)
+        raise ConfigError([fault]) from None
     values = {str(key): value for key, value in content.items()}
-    if not (is_saved and _takes_former_level(values)):
-        return _validated(values, overrides, written)
+    is_former = is_saved and _takes_former_level(values)
     config = _validated(values, overrides, written)
-    is_refused = any(optimizer_rules(config, "bfloat16"))
+    is_refused = is_former and any(optimizer_rules(config, "bfloat16"))
     return config.with_values({LEVEL_KEY: "auto"}) if is_refused else config
 
 
@@ -162,7 +147,6 @@ def _storable(config: Config) -> dict[str, Any]:
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """Returns the default of each knob that has one, with the defaults of this algorithm."""
     found = {}
     for name, field in Config.model_fields.items():
         section = getattr(config, name)
@@ -225,19 +209,15 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
     key, equals, text = override.partition("=")
     parts = key.lstrip("+").split(".")  # Hydra marks a new key with +
     if not equals or not all(parts):
-        return [
-            UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
-        ]
+        remedy = "Write it as train.tp=2."
+        return [UserError("override", short(override), "section.key=value", remedy)]
     try:
         holder = parse_yaml(text, is_value=True)
         raw = OmegaConf.to_container(holder, resolve=False)["value"]  # type: ignore[index, call-overload]
         value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
     except (YamlTextError, OmegaConfBaseException) as error:
-        return [
-            UserError(
-                key, short(text), "a YAML value", f"Quote or change it ({error_text(error)})."
-            )
-        ]
+        remedy = f"Quote or change it ({error_text(error)})."
+        return [UserError(key, short(text), "a YAML value", remedy)]
     if value is None and text.strip() not in NULLS:
         value = raw = text  # YAML reads `#` as a comment: `reward.extract=#### (.*)` is text
     for place in places_within(written, tuple(parts)):

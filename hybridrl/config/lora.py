@@ -30,7 +30,6 @@ class LoraConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether the run trains adapters."""
         return self.rank is not None or self.path is not None
 
     @property

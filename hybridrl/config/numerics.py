@@ -15,5 +15,4 @@ class NumericsConfig(Section):
 
     @property
     def is_exact(self) -> bool:
-        """Whether engine and trainer compute the same bits."""
         return self.match == "exact"

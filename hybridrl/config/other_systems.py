@@ -18,17 +18,13 @@ def _to(*keys: str, note: str = "") -> Counterpart:
     return Counterpart(keys, note)
 
 
-def _no_knob(note: str) -> Counterpart:
-    return Counterpart((), note)
-
-
 _MICRO_BATCH = _to("train.micro_batch_tokens", note="counted in tokens, not in samples")
 _EPOCHS_OF_A_BATCH = _to(
     "steps.updates_per_step",
     note="samples are used once; this splits a step's samples into several optimizer steps",
 )
-_ALWAYS_PACKED = _no_knob("samples are always packed without padding")
-_SHARDED = _no_knob("the optimizer's state is always sharded over data-parallel ranks")
+_ALWAYS_PACKED = _to(note="samples are always packed without padding")
+_SHARDED = _to(note="the optimizer's state is always sharded over data-parallel ranks")
 _SAME_GPUS = _to(
     "placement", note="training and generation share all GPUs unless this section is set"
 )
@@ -75,7 +71,7 @@ VERL: Mapping[str, Counterpart] = {
     "actor_rollout_ref.actor.kl_loss_coef": _to("algorithm.kl_coef"),
     "actor_rollout_ref.actor.kl_loss_type": _to("algorithm.kl_estimator"),
     "actor_rollout_ref.actor.loss_agg_mode": _to("algorithm.aggregate"),
-    "actor_rollout_ref.actor.strategy": _no_knob("training always uses Megatron-Core"),
+    "actor_rollout_ref.actor.strategy": _to(note="training always uses Megatron-Core"),
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": _to("train.tp"),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": _to("train.pp"),
     "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": _to("train.vpp"),
@@ -121,11 +117,11 @@ VERL: Mapping[str, Counterpart] = {
     "trainer.test_freq": _to("steps.eval_every"),
     "trainer.max_actor_ckpt_to_keep": _to("checkpoint.keep"),
     "trainer.logger": _to("log.tensorboard", "log.wandb", "log.mlflow"),
-    "trainer.resume_mode": _no_knob("a run always continues from the newest checkpoint"),
-    "trainer.n_gpus_per_node": _no_knob(
-        "torchrun or `hybridrl launch` decides which GPUs are used"
+    "trainer.resume_mode": _to(note="a run always continues from the newest checkpoint"),
+    "trainer.n_gpus_per_node": _to(
+        note="torchrun or `hybridrl launch` decides which GPUs are used"
     ),
-    "trainer.nnodes": _no_knob("torchrun or `hybridrl launch` decides which nodes are used"),
+    "trainer.nnodes": _to(note="torchrun or `hybridrl launch` decides which nodes are used"),
 }
 
 TRL: Mapping[str, Counterpart] = {
@@ -157,7 +153,7 @@ TRL: Mapping[str, Counterpart] = {
     "save_steps": _to("checkpoint.every"),
     "save_total_limit": _to("checkpoint.keep"),
     "eval_steps": _to("steps.eval_every"),
-    "logging_steps": _no_knob("each step is logged"),
+    "logging_steps": _to(note="each step is logged"),
     "report_to": _to("log.tensorboard", "log.wandb", "log.mlflow"),
     "run_name": _to("run.name"),
     "log_completions": _to("log.rollouts_every"),
@@ -215,10 +211,10 @@ OPENRLHF: Mapping[str, Counterpart] = {
     "reward_pretrain": _to("reward.function", note="function: reward_model, its path in options"),
     "remote_rm_url": _to("reward.function", note="function: remote, its url in options"),
     "agent_func_path": _to("environment.name"),
-    "vllm_num_engines": _no_knob(
-        "the number of engines is the number of ranks divided by rollout.tp"
+    "vllm_num_engines": _to(
+        note="the number of engines is the number of ranks divided by rollout.tp"
     ),
-    "vllm_enable_sleep": _no_knob("engines always release their memory while training runs"),
+    "vllm_enable_sleep": _to(note="engines always release their memory while training runs"),
     "enforce_eager": _to("rollout.eager"),
     "colocate_all_models": _SAME_GPUS,
     "adam_offload": _to("train.optimizer_memory"),

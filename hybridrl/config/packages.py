@@ -1,31 +1,24 @@
 """The single table of the versions of Python and of packages that hybridrl supports.
 
-`hybridrl check` and setup.py read this file. setup.py executes it before anything is installed, and
-on older Python versions too, whose users are told to upgrade; so it imports nothing.
-
-Lower bounds were tested: with all of them installed together (except torch's), a model was trained
-and converted on CPU, and the unit tests of configuration, models and data passed. The upper bound
-is the first untested version for torch, megatron-core and transformers, and the next major version
-for other packages. Code that adapts to Megatron-Core's versions is in
-checkpoint/torch_dist_format.py, models/megatron/specs.py and platform.py.
+setup.py executes it before anything is installed, and on older Python versions too, whose users are
+told to upgrade; so it imports nothing. Lower bounds were tested together (except torch's): a model
+was trained and converted on CPU, and unit tests passed. The upper bound is the first untested
+version of torch, megatron-core and transformers, and the next major version of others. Code for
+Megatron-Core's versions: checkpoint/torch_dist_format.py, models/megatron/specs.py, platform.py.
 """
 
 PYTHON = ">=3.11"
 
 # Supported versions of megatron-core, and the hardware on which each was tested. On Python 3.11
 # only 0.16.1 can be installed, because 0.17 and later require 3.12.
-MEGATRON_CORE = {
-    "0.16.1": "CPU, H100, H200",
-    "0.19.2": "CPU, one H100",
-}
+MEGATRON_CORE = {"0.16.1": "CPU, H100, H200", "0.19.2": "CPU, one H100"}
 
 REQUIRED = {
     "torch": ">=2.11,<2.16",  # tensors and collectives; the tested range
     "megatron-core": ">=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # training; see MEGATRON_CORE
     "numpy": ">=2.0,<3",  # token data; imported by megatron-core
     "packaging": ">=24.2,<27",  # versions of packages; imported by megatron-core
-    # Checks whether the process that locked a run folder is alive; an undeclared dependency of
-    # megatron-core.
+    # Whether the process that locked a run folder is alive; undeclared by megatron-core.
     "psutil": ">=5.9,<8",
     "einops": ">=0.7,<1",  # undeclared dependency of megatron-core (process grid)
     # HF configs, tokenizers and the hf engine. Versions before 5 ignore `rope_parameters`, and

@@ -220,19 +220,13 @@ def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...],
         found |= set(ranks)
     size = machines.num_ranks
     if beyond := sorted(rank for rank in found if rank >= size):
-        return (), [
-            UserError(
-                key,
-                text,
-                f"ranks 0 to {size - 1}, because the run has {size} ranks",
-                f"Remove rank {beyond[0]}, or start more ranks.",
-            )
-        ]
+        allowed = f"ranks 0 to {size - 1}, because the run has {size} ranks"
+        remedy = f"Remove rank {beyond[0]}, or start more ranks."
+        return (), [UserError(key, text, allowed, remedy)]
     if not found:
         allowed = "at least one rank for each named role"
-        return (), [
-            UserError(key, text, allowed, "Name a rank, or remove the role from placement.")
-        ]
+        remedy = "Name a rank, or remove the role from placement."
+        return (), [UserError(key, text, allowed, remedy)]
     return tuple(sorted(found)), []
 
 

@@ -61,5 +61,5 @@ CRITIC_PRESETS: dict[str, dict[str, Any]] = {
         "critic_gae_lambda": 1.0,
         "clip_high": 0.28,
         "positive_lm_coef": 0.1,
-    },
+    }
 }

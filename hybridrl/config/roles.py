@@ -39,7 +39,6 @@ def trains_policy(config: Config) -> bool:
 
 
 def reward_models(config: Config) -> dict[str, ModelConfig]:
-    """Returns the reward models in the section `reward`, by their scorers' names."""
     found = {}
     for name, scorer in config.reward.scorers().items():
         path = scorer.options.get("path")

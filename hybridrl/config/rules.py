@@ -21,7 +21,7 @@ from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_ru
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_images import image_rules
 from hybridrl.config.rules_lora import lora_section_rules
-from hybridrl.config.rules_mix import mix_rules, online_rules
+from hybridrl.config.rules_mix import MUST_FIT, mix_rules, online_rules
 from hybridrl.config.rules_numerics import numerics_rules
 from hybridrl.config.rules_optimizer import optimizer_rules
 from hybridrl.config.rules_placement import (
@@ -194,10 +194,8 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
         remedy = f"Set train.order={AUTO_ORDER}, or Megatron's own {'-'.join(ORDER_AXES)}."
         yield UserError("train.order", repr(train.order), allowed, remedy)
     elif not is_megatron_order(train.order, train.pp, train.cp, train.ep):
-        allowed = (
-            f"an order that ends with pp, because train.pp={train.pp}, train.cp={train.cp} and "
-            f"train.ep={train.ep}"
-        )
+        reason = f"because train.pp={train.pp}, train.cp={train.cp} and train.ep={train.ep}"
+        allowed = f"an order that ends with pp, {reason}"
         remedy = f"Set train.order={AUTO_ORDER}, or put pp last."
         yield UserError("train.order", repr(train.order), allowed, remedy)
 
@@ -205,25 +203,18 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
 def _step_rules(config: Config) -> Iterator[UserError]:
     steps, algorithm = config.steps, config.algorithm
     if isinstance(algorithm, GrpoConfig) and steps.samples_per_prompt < algorithm.min_samples:
-        yield config.refused(
-            "steps.samples_per_prompt",
-            f"{algorithm.min_samples} or more with algorithm {algorithm.name}, which compares the "
-            f"samples of each prompt",
-            "Set steps.samples_per_prompt=8, or use ppo.",
-        )
+        reason = f"with algorithm {algorithm.name}, which compares the samples of each prompt"
+        remedy = "Set steps.samples_per_prompt=8, or use ppo."
+        least = f"{algorithm.min_samples} or more"
+        yield config.refused("steps.samples_per_prompt", f"{least} {reason}", remedy)
     if algorithm.needs is not None and not algorithm.needs.rollouts:
         yield from supervised_rules(config, algorithm.needs)
     if isinstance(algorithm, GrpoConfig) and config.rollout.temperature == 0:
-        allowed = (
-            f"above 0 with algorithm {algorithm.name}, because all greedy samples of a prompt are "
-            f"equal"
-        )
+        reason = "because all greedy samples of a prompt are equal"
+        allowed = f"above 0 with algorithm {algorithm.name}, {reason}"
         yield config.refused("rollout.temperature", allowed, "Set rollout.temperature=1.")
-    for key, temperature in {
-        "rollout.temperature": config.rollout.temperature,
-        "eval.temperature": config.eval.temperature,
-    }.items():
-        yield from _temperature_rules(key, temperature, config.rollout.engine)
+    for key in ("rollout.temperature", "eval.temperature"):
+        yield from _temperature_rules(key, config)
     if isinstance(algorithm, PolicyGradientConfig):
         yield from policy_gradient_rules(config, algorithm)
     samples = steps.prompts_per_step * steps.samples_per_prompt
@@ -232,12 +223,13 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield config.refused("steps.updates_per_step", allowed, "Change one of these three knobs.")
 
 
-def _temperature_rules(key: str, temperature: float, engine: str) -> Iterator[UserError]:
+def _temperature_rules(key: str, config: Config) -> Iterator[UserError]:
+    temperature, engine = config.value(key), config.rollout.engine
     lowest, highest = ENGINES[engine].lowest_temperature, ENGINES[engine].highest_temperature
     if temperature != 0 and not lowest <= temperature <= highest:
         nearest = min(max(temperature, lowest), highest)
         allowed = f"0, or {lowest} to {highest}, with rollout.engine={engine}"
-        yield UserError(key, temperature, allowed, f"Set {key}={nearest}, or rollout.engine=hf.")
+        yield config.refused(key, allowed, f"Set {key}={nearest}, or rollout.engine=hf.")
 
 
 def _training_rules(config: Config) -> Iterator[UserError]:
@@ -259,27 +251,21 @@ def _training_rules(config: Config) -> Iterator[UserError]:
         allowed = f"at most train.learning_rate = {config.train.learning_rate}"
         yield config.refused("train.min_learning_rate", allowed, "Lower train.min_learning_rate.")
     needs = algorithm.needs
-    if (
-        config.train.critic_learning_rate is not None
-        and needs is not None
-        and not (needs.values and needs.policy)
-    ):
+    has_critic = needs is None or (needs.values and needs.policy)
+    if config.train.critic_learning_rate is not None and needs is not None and not has_critic:
         allowed = f"no value with algorithm {algorithm.name}, which has no critic"
         remedy = "Remove train.critic_learning_rate, " + (
             "and set train.learning_rate." if needs.values else "or use ppo."
         )
         yield config.refused("train.critic_learning_rate", allowed, remedy)
     if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
-        yield config.refused(
-            "algorithm.critic_warmup_steps",
-            f"at most steps.num_steps = {steps.num_steps}",
-            "Lower algorithm.critic_warmup_steps, or raise steps.num_steps; otherwise the policy "
-            "is never trained.",
-        )
+        allowed = f"at most steps.num_steps = {steps.num_steps}"
+        reason = "otherwise the policy is never trained"
+        remedy = f"Lower algorithm.critic_warmup_steps, or raise steps.num_steps; {reason}."
+        yield config.refused("algorithm.critic_warmup_steps", allowed, remedy)
 
 
 def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields violated rules on freeing training weights: fp32 masters, and no other mappings."""
     if not config.train.release_weights_in_rollout:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype
@@ -312,23 +298,16 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             remedy = "Remove data.max_response_tokens, and set rollout.max_new_tokens."
             yield UserError(key, config.data.max_response_tokens, allowed, remedy)
     if config.train.micro_batch_tokens < trained:
-        yield config.refused(
-            "train.micro_batch_tokens",
-            f"at least data.max_prompt_tokens + {key} = {trained}",
-            "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
-            "must fit into a micro-batch.",
-        )
+        allowed = f"at least data.max_prompt_tokens + {key} = {trained}"
+        yield config.refused("train.micro_batch_tokens", allowed, MUST_FIT)
     if config.data.validation is not None and needs is not None and needs.rollouts:
         allowed = f"no value with algorithm {config.algorithm.name}, which learns from samples"
         remedy = "Remove data.validation, and set data.eval_prompts."
         yield UserError("data.validation", ", ".join(config.data.validation), allowed, remedy)
     positions = shape.get("max_position_embeddings")
     most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)
-    if (
-        isinstance(positions, int)
-        and positions < config.data.max_prompt_tokens + most_new
-        and ENGINES[config.rollout.engine].bounds_positions
-    ):
+    is_long = isinstance(positions, int) and positions < config.data.max_prompt_tokens + most_new
+    if is_long and ENGINES[config.rollout.engine].bounds_positions:
         allowed = f"at most the model's {positions} positions minus data.max_prompt_tokens"
         remedy = (
             "Lower rollout.max_new_tokens (or eval.max_new_tokens, if it is larger), or "
@@ -363,10 +342,8 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
     engine = config.rollout.engine
     if not ENGINES[engine].takes_experts:
         able = [name for name in offered_engines() if ENGINES[name].takes_experts]
-        yield config.refused(
-            "rollout.engine",
-            f"{', '.join(able)} with a mixture of experts (this model has {experts} per layer)",
-            f"Set rollout.engine={able[0]}, or train a dense model.",
-        )
+        model = f"a mixture of experts (this model has {experts} per layer)"
+        remedy = f"Set rollout.engine={able[0]}, or train a dense model."
+        yield config.refused("rollout.engine", f"{', '.join(able)} with {model}", remedy)
     if config.train.fp8 != "none":
         yield config.refused("train.fp8", "none with a mixture of experts", "Set train.fp8=none.")

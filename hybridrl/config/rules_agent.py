@@ -11,7 +11,6 @@ from hybridrl.errors import UserError
 
 
 def agent_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of rules between the section and other sections."""
     agent, needs = config.agent, config.algorithm.needs
     functions = [one.function for one in config.reward.scorers().values()]
     if functions.count(REWARD) > (1 if agent.is_on else 0):
@@ -29,10 +28,8 @@ def agent_rules(config: Config) -> Iterator[UserError]:
         remedy = "Remove the section agent, or use grpo."
         yield UserError("agent", agent.command or agent.function or "server", allowed, remedy)
     elif needs is not None and needs.feedback is not None:
-        allowed = (
-            "an algorithm that compares advantages with the section agent, because a pair consists "
-            "of two sequences, and an agent's response may consist of several"
-        )
+        reason = "a pair consists of two sequences, and an agent's response may have several"
+        allowed = f"an algorithm that compares advantages with the section agent, because {reason}"
         yield config.refused("algorithm.name", allowed, "Use grpo.")
     yield from _engine_rules(config)
 
@@ -44,17 +41,13 @@ def _engine_rules(config: Config) -> Iterator[UserError]:
         remedy = "Remove rollout.stop_strings; the program may send `stop` with a request."
         yield UserError("rollout.stop_strings", list(rollout.stop_strings), allowed, remedy)
     if replays(config):
-        allowed = (
-            "off with the section agent, because the routed experts of conversations with several "
-            "branches are not recorded"
-        )
+        reason = "the routed experts of conversations with several branches are not recorded"
+        allowed = f"off with the section agent, because {reason}"
         remedy = "Set algorithm.router_replay=off."
         yield UserError("algorithm.router_replay", "rollout", allowed, remedy)
     if any(one.function == "reward_model" for one in config.reward.scorers().values()):
-        allowed = (
-            "another function with the section agent, because a reward model scores one sequence, "
-            "and an agent's response may consist of several"
-        )
+        reason = "a reward model scores one sequence, and an agent's response may have several"
+        allowed = f"another function with the section agent, because {reason}"
         remedy = "Let the program report the reward, or set another reward.function."
         yield UserError("reward.function", "reward_model", allowed, remedy)
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens

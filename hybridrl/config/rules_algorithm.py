@@ -6,31 +6,22 @@ from collections.abc import Iterator
 
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.needs import Needs
-from hybridrl.config.schema import (
-    Config,
-    GrpoConfig,
-    KtoConfig,
-    PpoConfig,
-    RewardModelConfig,
-)
+from hybridrl.config.schema import Config, GrpoConfig, KtoConfig, PpoConfig, RewardModelConfig
 from hybridrl.errors import MISSING, UserError
 
 GREEDY = "greedy"  # batch.GREEDY: name of the reward part that baseline greedy adds
 
 
 def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
-    """Yields the violations of rules on algorithms without rollouts."""
     steps, algorithm = config.steps, config.algorithm
     if steps.samples_per_prompt != 1:
         allowed = f"1 with algorithm {algorithm.name}, which uses responses from the data"
         yield config.refused("steps.samples_per_prompt", allowed, "Set steps.samples_per_prompt=1.")
     if needs.feedback is not None and steps.updates_per_step > 1:
-        yield config.refused(
-            "steps.updates_per_step",
-            f"1 with algorithm {algorithm.name}, whose gradient is computed at the start of the "
-            f"step",
-            "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
-        )
+        reason = "whose gradient is computed at the start of the step"
+        allowed = f"1 with algorithm {algorithm.name}, {reason}"
+        remedy = "Set steps.updates_per_step=1, and lower steps.prompts_per_step."
+        yield config.refused("steps.updates_per_step", allowed, remedy)
     if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
         remedy = "Remove data.margin_key, or use reward_model."
         yield config.refused("data.margin_key", f"no value with algorithm {algorithm.name}", remedy)
@@ -67,39 +58,19 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
             value, other = getattr(algorithm, knob), getattr(algorithm, key)
             if other not in wanted and value != getattr(usual, knob):
                 allowed = f"no value with algorithm.{key}={other}"
-                remedy = (
-                    f"Remove algorithm.{knob}, or set algorithm.{key} to "
-                    f"{' or '.join(sorted(wanted))}."
-                )
+                able = " or ".join(sorted(wanted))
+                remedy = f"Remove algorithm.{knob}, or set algorithm.{key} to {able}."
                 yield UserError(f"algorithm.{knob}", value, allowed, remedy)
 
 
 def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    """Yields the violations of rules on algorithms with rollouts."""
     yield from unread_rules(algorithm)
     if algorithm.needs_whole_sequences and config.train.cp > 1:
-        yield config.refused(
-            "train.cp",
-            f"1 with algorithm.objective={algorithm.objective}, "
-            f"algorithm.aggregate={algorithm.aggregate}, "
-            f"algorithm.correction.weight={algorithm.correction.weight} and "
-            f"algorithm.correction.reject={algorithm.correction.reject}, because this loss needs "
-            f"all tokens of a response on one rank",
-            "Set train.cp=1, or choose a per-token objective, aggregate and correction.",
-        )
-    weights = {name: one.weight for name, one in config.reward.scorers().items()}
-    if (
-        isinstance(algorithm, GrpoConfig)
-        and algorithm.normalize_parts
-        and not algorithm.part_weights
-        and set(weights.values()) != {1.0}
-    ):
-        allowed = (
-            f"one weight per part, because the reward's weights {weights} have no effect when its "
-            f"parts are normalised"
-        )
-        remedy = f"Set algorithm.part_weights={weights}, or other weights."
-        yield UserError("algorithm.part_weights", MISSING, allowed, remedy)
+        keys = ("objective", "aggregate", "correction.weight", "correction.reject")
+        *given, last = (f"algorithm.{key}={config.value(f'algorithm.{key}')}" for key in keys)
+        reason = "because this loss needs all tokens of a response on one rank"
+        remedy = "Set train.cp=1, or choose a per-token objective, aggregate and correction."
+        yield config.refused("train.cp", f"1 with {', '.join(given)} and {last}, {reason}", remedy)
     if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
         allowed = "1 with algorithm.objective=plain, which assumes on-policy samples"
         remedy = "Set steps.updates_per_step=1, or algorithm.objective=clip."
@@ -107,25 +78,28 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
     longest = config.rollout.max_new_tokens
     alpha = algorithm.gae_length_alpha if isinstance(algorithm, PpoConfig) else None
     if alpha is not None and alpha * longest <= 1:
-        yield UserError(
+        reason = "lambda, which is 1 - 1 / (alpha * length), is 0 for all responses"
+        yield config.refused(
             "algorithm.gae_length_alpha",
-            alpha,
-            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise lambda, which is 1 "
-            f"- 1 / (alpha * length), is 0 for all responses, and advantages depend only on the "
-            f"critic",
+            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise {reason}, and "
+            f"advantages depend only on the critic",
             "Set algorithm.gae_length_alpha to 20 divided by the typical response length, which "
             "gives a lambda of 0.95.",
         )
     if isinstance(algorithm, GrpoConfig):
-        yield from _group_rules(config, algorithm, set(weights))
+        yield from _group_rules(config, algorithm)
 
 
-def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> Iterator[UserError]:
-    if (algorithm.baseline == "greedy" or algorithm.normalize_parts) and GREEDY in scorers:
-        allowed = (
-            f"another name with algorithm {algorithm.name}, which reserves this name for the "
-            "reward of greedy responses"
-        )
+def _group_rules(config: Config, algorithm: GrpoConfig) -> Iterator[UserError]:
+    weights = {name: one.weight for name, one in config.reward.scorers().items()}
+    if algorithm.normalize_parts and not algorithm.part_weights and set(weights.values()) != {1.0}:
+        reason = f"the reward's weights {weights} have no effect when its parts are normalised"
+        allowed = f"one weight per part, because {reason}"
+        remedy = f"Set algorithm.part_weights={weights}, or other weights."
+        yield UserError("algorithm.part_weights", MISSING, allowed, remedy)
+    if (algorithm.baseline == "greedy" or algorithm.normalize_parts) and GREEDY in weights:
+        reason = "which reserves this name for the reward of greedy responses"
+        allowed = f"another name with algorithm {algorithm.name}, {reason}"
         yield UserError("reward.functions", f"one named {GREEDY!r}", allowed, "Rename that scorer.")
     if algorithm.cov_kl_fraction > 0 and config.steps.updates_per_step == 1:
         allowed = (

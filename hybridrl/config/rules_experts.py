@@ -13,7 +13,6 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why the engine's choice of experts cannot be replayed."""
     if not replays(config):
         return
     key, engine = "algorithm.router_replay", config.rollout.engine
@@ -34,7 +33,6 @@ def replays(config: Config) -> bool:
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of rules on an engine's expert layout."""
     experts = num_experts(shape)
     width = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
     if rollout.ep == 1:

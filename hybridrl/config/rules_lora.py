@@ -10,7 +10,6 @@ from hybridrl.errors import UserError
 
 
 def lora_section_rules(config: Config) -> Iterator[UserError]:
-    """Yields violated rules between the section `lora` and other knobs."""
     lora, train = config.lora, config.train
     if config.checkpoint.export_hf == "peft":
         yield from _peft_rules(config)

@@ -10,8 +10,7 @@ from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
-# Prefixes of metric names. Terms must not have these names, because a term's name is also used as a
-# prefix of metrics.
+# Prefixes of metric names, which terms must not have, because theirs are prefixes too.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
     *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),
@@ -19,8 +18,13 @@ TAKEN = (
 )
 
 
+MUST_FIT = (
+    "Raise train.micro_batch_tokens, or lower one of these limits, because every sample must fit "
+    "into a micro-batch."
+)
+
+
 def online_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of rules on online DPO."""
     steps = config.steps
     if not isinstance(config.algorithm, OnlineDpoConfig):
         return
@@ -39,13 +43,10 @@ def online_rules(config: Config) -> Iterator[UserError]:
 
 
 def mix_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of rules on additional loss terms."""
     for name, term in config.mix.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
-            allowed = (
-                "names of lower-case letters, digits and _, except these prefixes of metrics: "
-                + ", ".join(TAKEN)
-            )
+            allowed = "names of lower-case letters, digits and _, except these prefixes of metrics"
+            allowed = f"{allowed}: {', '.join(TAKEN)}"
             yield UserError("mix", f"a term {name!r}", allowed, "Rename the term.")
         yield from _algorithm_rules(f"mix.{name}", term)
     for name, term in config.terms().items():
@@ -68,28 +69,20 @@ def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
 def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserError]:
     updates, rows = config.steps.updates_per_step, term.prompts_per_step
     if rows % updates:
-        allowed = (
-            f"a multiple of steps.updates_per_step = {updates}, so that all updates have equally "
-            f"many rows"
-        )
+        reason = "so that all updates have equally many rows"
+        allowed = f"a multiple of steps.updates_per_step = {updates}, {reason}"
         remedy = f"Set {key}.prompts_per_step={-(-rows // updates) * updates}."
         yield UserError(f"{key}.prompts_per_step", rows, allowed, remedy)
     elif isinstance(term.algorithm, KtoConfig) and rows // updates < 2:
-        allowed = (
-            "2 or more for each optimizer step with algorithm kto, which estimates the KL from "
-            "responses to other prompts"
-        )
+        reason = "which estimates the KL from responses to other prompts"
+        allowed = f"2 or more for each optimizer step with algorithm kto, {reason}"
         remedy = f"Set {key}.prompts_per_step={32 * updates}."
         yield UserError(f"{key}.prompts_per_step", rows, allowed, remedy)
     most = term.data.longest_response(config.rollout.max_new_tokens)
     longest = term.data.max_prompt_tokens + most
     if config.train.micro_batch_tokens < longest:
-        yield config.refused(
-            "train.micro_batch_tokens",
-            f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
-            "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
-            "must fit into a micro-batch.",
-        )
+        allowed = f"at least {key}.data.max_prompt_tokens + the longest response = {longest}"
+        yield config.refused("train.micro_batch_tokens", allowed, MUST_FIT)
 
 
 def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:

@@ -84,19 +84,15 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
         remedy = f"Set rollout.engine={able}, or {KEY}=close."
         yield config.refused("rollout.engine", allowed, remedy)
     if shape and (has_images(shape) or shape.get("model_type") not in MODEL_TYPES):
-        allowed = (
-            f"close with model_type {shape.get('model_type')}; exact supports text models of the "
-            f"types {', '.join(MODEL_TYPES)}"
-        )
+        able = f"exact supports text models of the types {', '.join(MODEL_TYPES)}"
+        allowed = f"close with model_type {shape.get('model_type')}; {able}"
         yield UserError(KEY, "exact", allowed, CLOSE)
     if shape.get("model_type") in MIXTURES and not ENGINES[engine].mixes_exactly:
         able = " or ".join(name for name in offered_engines() if ENGINES[name].mixes_exactly)
-        yield config.refused(
-            "rollout.engine",
-            f"{able} with {KEY}=exact and model_type {shape['model_type']}, because {engine} has "
-            "its own kernels for experts",
-            f"Set rollout.engine={able}, or {KEY}=close.",
-        )
+        reason = f"because {engine} has its own kernels for experts"
+        allowed = f"{able} with {KEY}=exact and model_type {shape['model_type']}, {reason}"
+        remedy = f"Set rollout.engine={able}, or {KEY}=close."
+        yield config.refused("rollout.engine", allowed, remedy)
     if config.lora.is_on:
         allowed = "close with lora, because engines and trainer add adapters in different ways"
         yield UserError(KEY, "exact", allowed, CLOSE)
@@ -106,12 +102,9 @@ def numerics_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserErr
 def _knob_rules(config: Config) -> Iterator[UserError]:
     train, rollout = config.train, config.rollout
     if train.tp > MAX_TP:
-        yield config.refused(
-            "train.tp",
-            f"at most {MAX_TP} with {KEY}=exact, because the order of a sum over more ranks is "
-            "unknown",
-            f"Set train.tp={MAX_TP} and rollout.tp={MAX_TP}, or {KEY}=close.",
-        )
+        reason = "because the order of a sum over more ranks is unknown"
+        remedy = f"Set train.tp={MAX_TP} and rollout.tp={MAX_TP}, or {KEY}=close."
+        yield config.refused("train.tp", f"at most {MAX_TP} with {KEY}=exact, {reason}", remedy)
     for key, value, usual, reason in (
         ("train.cp", train.cp, 1, "because sums over its ranks have another order"),
         ("train.ep", train.ep, 1, "as in the engine"),

@@ -87,7 +87,6 @@ def gradient_rules(config: Config, can_lower: bool = False) -> Iterator[UserErro
 
 
 def muon_rules(config: Config) -> Iterator[UserError]:
-    """Yields violated rules for Muon."""
     train = config.train
     if train.optimizer != "muon":
         return
@@ -96,10 +95,8 @@ def muon_rules(config: Config) -> Iterator[UserError]:
         remedy = "Set train.optimizer_memory=device, or train.optimizer=adamw."
         yield UserError(LEVEL_KEY, train.optimizer_memory, allowed, remedy)
     if config.lora.is_on:
-        allowed = (
-            "adamw with LoRA, because the product of two orthogonal adapters is not an orthogonal "
-            "update of the weight"
-        )
+        reason = "the product of two orthogonal adapters is not an orthogonal update of the weight"
+        allowed = f"adamw with LoRA, because {reason}"
         remedy = "Set train.optimizer=adamw, or remove the section lora to train the weights."
         yield UserError("train.optimizer", "muon", allowed, remedy)
 
@@ -119,24 +116,18 @@ def optimizer_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype
     if dtype == "float32":
-        allowed = (
-            "device with float32 weights, because low precision stores fp32 masters as bf16 "
-            "weights with remainders"
-        )
+        reason = "because low precision stores fp32 masters as bf16 weights with remainders"
+        allowed = f"device with float32 weights, {reason}"
         remedy = "Set model.dtype=bfloat16, or train.optimizer_memory=device."
         yield UserError(key, level, allowed, remedy)
     if train.release_weights_in_rollout:
-        allowed = (
-            "device with train.release_weights_in_rollout=true, which rebuilds weights from fp32 "
-            "masters"
-        )
+        reason = "which rebuilds weights from fp32 masters"
+        allowed = f"device with train.release_weights_in_rollout=true, {reason}"
         remedy = "Set train.release_weights_in_rollout=false, or train.optimizer_memory=device."
         yield UserError(key, level, allowed, remedy)
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(train, name) > MAX_BF16_BETA:
-            allowed = (
-                f"at most {MAX_BF16_BETA} with train.optimizer_memory={level}, whose bf16 moments "
-                "cannot represent smaller changes"
-            )
+            reason = "whose bf16 moments cannot represent smaller changes"
+            allowed = f"at most {MAX_BF16_BETA} with train.optimizer_memory={level}, {reason}"
             remedy = f"Lower train.{name}, or set train.optimizer_memory=device."
             yield UserError(f"train.{name}", getattr(train, name), allowed, remedy)

@@ -24,7 +24,6 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserError]]:
-    """Returns the placement of a run's models, and its violations."""
     train = config.train
     sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp, train.etp)
     return place(config.placement, sizes, machines)
@@ -58,13 +57,8 @@ def _missing_roles(config: Config) -> dict[str, str]:
         return lacking
     terms = [term.algorithm.needs for term in config.terms().values()]
     models = run_models(config, needs, [term for term in terms if term is not None])
-    has = {
-        "reference": models.has_reference,
-        "critic": models.has_critic,
-        "teacher": models.has_teacher,
-    }
-    for role, is_there in has.items():
-        if not is_there:
+    for role in ("reference", "critic", "teacher"):
+        if not getattr(models, f"has_{role}"):
             lacking[role] = f"with algorithm {section.name}, which has no {role}"
     return lacking
 
@@ -72,12 +66,11 @@ def _missing_roles(config: Config) -> dict[str, str]:
 def _size_rules(key: str, found: Place) -> Iterator[UserError]:
     num, product = len(found.ranks), found.tp * found.pp * found.cp
     if num % product:
-        yield UserError(
-            f"{key}: tp * pp * cp",
-            f"{found.tp} * {found.pp} * {found.cp} = {product}",
-            f"a divisor of its {num} ranks, {shown(found.ranks)}",
-            f"Set {key}.tp, .pp or .cp (by default the sizes in `train`), or give it other ranks.",
-        )
+        sizes = f"{found.tp} * {found.pp} * {found.cp} = {product}"
+        allowed = f"a divisor of its {num} ranks, {shown(found.ranks)}"
+        given = f"{key}.tp, .pp or .cp (by default the sizes in `train`)"
+        remedy = f"Set {given}, or give it other ranks."
+        yield UserError(f"{key}: tp * pp * cp", sizes, allowed, remedy)
     else:
         yield from expert_grid_rules(key, num // found.pp, found.ep, found.etp)
 

@@ -12,7 +12,6 @@ WEIGHTS, CACHE = "rollout.quantization", "rollout.kv_cache_dtype"
 
 
 def quantization_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields violated rules on `rollout.quantization` and `rollout.kv_cache_dtype`."""
     rollout, train = config.rollout, config.train
     able = " or ".join(name for name in offered_engines() if ENGINES[name].quantizes)
     for key, value, off in (
@@ -40,8 +39,8 @@ def quantization_rules(config: Config, default_dtype: str) -> Iterator[UserError
         remedy = f"Set train.fuse_param_gather=false, or {WEIGHTS}=none."
         yield UserError("train.fuse_param_gather", True, allowed, remedy)
     if rollout.transport == "peer":
-        allowed = (
-            f"auto or packed with {WEIGHTS}=fp8: weights are quantized as they are packed, so "
-            "other ranks cannot read them in place"
+        reason = (
+            "weights are quantized as they are packed, so other ranks cannot read them in place"
         )
+        allowed = f"auto or packed with {WEIGHTS}=fp8: {reason}"
         yield UserError("rollout.transport", "peer", allowed, "Set rollout.transport=auto.")

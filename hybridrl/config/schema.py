@@ -156,17 +156,12 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
-    def _correct_sampling(self) -> Self:
-        # Stored in the configuration itself, so that config.yaml, the identity and the algorithm
-        # agree.
+    def _fill_derived(self) -> Self:
+        # Stored in the configuration itself, so that config.yaml, the identity and the run agree.
         is_off_policy = self.steps.max_policy_lag or self.rollout.uses_fp8
         if is_off_policy and isinstance(self.algorithm, PolicyGradientConfig):
             # Write through __dict__, because the model is frozen and pydantic refuses assignments.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
-        return self
-
-    @model_validator(mode="after")
-    def _choose_exact_layers(self) -> Self:
         # Only torch's layers have operations that engines can also use. On GPUs, their exact
         # attention needs no mask, so that shared prompts are faster.
         if self.numerics.is_exact:
@@ -176,10 +171,6 @@ class Config(Section):
             if self.train.share_prompts is None and self.train.cp == 1:
                 chosen["share_prompts"] = True
             self.__dict__["train"] = self.train.model_copy(update=chosen)
-        return self
-
-    @model_validator(mode="after")
-    def _score_as_reported(self) -> Self:
         # By default, an agent's reward is the one that it reports.
         given = self.reward.model_fields_set
         if self.agent.is_on and not {"function", "functions"} & given:
@@ -205,19 +196,19 @@ class Config(Section):
         for key, value in values.items():
             section, name = key.split(".")
             sections.setdefault(section, {})[name] = value
-        return self.model_copy(
-            update={
-                section: getattr(self, section).model_copy(update=changes)
-                for section, changes in sections.items()
-            }
-        )
+        changed = {name: self.value(name).model_copy(update=c) for name, c in sections.items()}
+        return self.model_copy(update=changed)
 
     def refused(self, key: str, allowed: str, remedy: str) -> UserError:
         """Returns the error of a knob, by its dotted key, whose value is not allowed."""
-        value: object = self
+        return UserError(key, self.value(key), allowed, remedy)
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a knob by its dotted key."""
+        found: Any = self
         for name in key.split("."):
-            value = getattr(value, name)
-        return UserError(key, value, allowed, remedy)
+            found = getattr(found, name)
+        return found
 
     def terms(self) -> dict[str, TermConfig]:
         """Returns the terms of the section `mix` whose weight is above 0."""

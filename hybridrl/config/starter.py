@@ -186,14 +186,10 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
         found["rollout"] |= {"engine": (start.engine, "Used for evaluations only.")}
     found["steps"] = _steps(start, needs)
     if isinstance(algorithm, GrpoConfig) and algorithm.cov_kl_fraction:
-        found["steps"]["updates_per_step"] = (
-            2,
-            "With one update per step the KL penalty would always be 0.",
-        )
-    found["checkpoint"] = {
-        "every": (20, "If a machine fails, at most this many steps are lost."),
-        "keep": (2, ""),
-    }
+        reason = "With one update per step the KL penalty would always be 0."
+        found["steps"]["updates_per_step"] = (2, reason)
+    reason = "If a machine fails, at most this many steps are lost."
+    found["checkpoint"] = {"every": (20, reason), "keep": (2, "")}
     return found
 
 
@@ -235,10 +231,8 @@ def _train(start: Start, needs: Needs) -> Knobs:
     if start.is_fresh and start.reads_images:
         found["freeze"] = ([], "The vision tower has random weights too.")
     if needs.values and needs.policy:
-        found["critic_learning_rate"] = (
-            start.rate("critic"),
-            "High, because the critic's head is untrained at the start.",
-        )
+        reason = "High, because the critic's head is untrained at the start."
+        found["critic_learning_rate"] = (start.rate("critic"), reason)
     return found
 
 
@@ -255,10 +249,7 @@ def _rollout(start: Start, needs: Needs) -> Knobs:
 
 
 def _data(start: Start, needs: Needs) -> Knobs:
-    found: Knobs = {
-        "prompts": (start.prompts, ""),
-        "prompt_key": ("prompt", ""),
-    }
+    found: Knobs = {"prompts": (start.prompts, ""), "prompt_key": ("prompt", "")}
     if needs.rollouts:
         found["answer_key"] = ("answer", "")
     elif needs.feedback == "pairs":
@@ -271,12 +262,9 @@ def _data(start: Start, needs: Needs) -> Knobs:
     found["chat_template"] = (start.chat, why)
     found["max_prompt_tokens"] = (start.max_prompt_tokens, "")
     if _is_evaluated(needs):
-        what = "prompts" if needs.rollouts else "rows"
-        found["eval_share"] = (
-            HELD_OUT_SHARE,
-            f"The model is evaluated on these {what} before, during and after the run, and never "
-            "trained on them.",
-        )
+        why = f"The model is evaluated on these {'prompts' if needs.rollouts else 'rows'} before, "
+        why += "during and after the run, and never trained on them."
+        found["eval_share"] = (HELD_OUT_SHARE, why)
     return found
 
 

@@ -21,12 +21,7 @@ PAIR_PRESETS: dict[str, dict[str, Any]] = {
     "cdpo": {"label_smoothing": 0.1},
     "ipo": {"loss": "squared", "length_normalized": True},
     "simpo": {"reference": False, "length_normalized": True, "beta": 2.0, "target_margin": 1.0},
-    "orpo": {
-        "loss": "odds_ratio",
-        "reference": False,
-        "length_normalized": True,
-        "sft_coef": 1.0,
-    },
+    "orpo": {"loss": "odds_ratio", "reference": False, "length_normalized": True, "sft_coef": 1.0},
 }
 
 
@@ -50,9 +45,7 @@ class SftConfig(SupervisedConfig):
 
 
 class PairLossConfig(Section):
-    """Loss for preference pairs from data or samples; the defaults for each name are in
-    PAIR_PRESETS.
-    """
+    """Loss for preference pairs from data or samples; the defaults for each name are in PAIR_PRESETS."""
 
     loss: Literal["sigmoid", "squared", "odds_ratio"] = "sigmoid"
     """Loss for a pair. The default, 'sigmoid', is the negative log-likelihood of the preference, as in the DPO paper."""
@@ -83,11 +76,8 @@ class PairLossConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for knob, value in (
-            ("label_smoothing", self.label_smoothing),
-            ("target_margin", self.target_margin),
-        ):
-            if value and self.loss != "sigmoid":
+        for knob in ("label_smoothing", "target_margin"):
+            if getattr(self, knob) and self.loss != "sigmoid":
                 raise ValueError(f"{knob}: 0, because loss is {self.loss}, not sigmoid")
         if self.reference and self.loss == "odds_ratio":
             raise ValueError("reference: false, because loss odds_ratio needs no reference model")
@@ -95,18 +85,14 @@ class PairLossConfig(Section):
 
 
 class DpoConfig(PairLossConfig, SupervisedConfig):
-    """Direct preference optimization (DPO) on pairs from the data, and the variants in
-    PAIR_PRESETS.
-    """
+    """Direct preference optimization (DPO) on pairs from the data, and the variants in PAIR_PRESETS."""
 
     name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
     """Name of the algorithm, which also sets the defaults of this section."""
 
 
 class OnlineDpoConfig(PairLossConfig):
-    """Direct preference optimization on the policy's own samples: for each prompt, the samples with
-    the highest and the lowest reward form a pair.
-    """
+    """Direct preference optimization on the policy's own samples: for each prompt, the samples with the highest and the lowest reward form a pair."""
 
     name: Literal["online_dpo"] = "online_dpo"
     """Name of the algorithm."""

@@ -52,11 +52,9 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
     if compares and config.steps.samples_per_prompt < 2:
-        yield config.refused(
-            "steps.samples_per_prompt",
-            "2 or more with algorithm.reward_coef above 0, which compares the samples of a prompt",
-            "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0.",
-        )
+        allowed = "2 or more with algorithm.reward_coef above 0, which compares a prompt's samples"
+        remedy = "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0."
+        yield config.refused("steps.samples_per_prompt", allowed, remedy)
     try:
         teacher = read_teacher(config)
     except UserError as error:
@@ -102,7 +100,6 @@ def _token_rules(
 
 
 def _token_names(model: ModelConfig) -> dict[int, str]:
-    """Returns the tokens by id; empty if the model has no tokenizer.json."""
     place = Path(os.path.expanduser(model.tokenizer or ""))
     if model.tokenizer is None or not os.path.isdir(place):
         place = model_directory(model, weights=False)

@@ -68,14 +68,11 @@ def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: i
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:
         first = min(beyond, key=lambda token: (vocabulary[token], token))
-        raise ModelError(
-            where,
-            f"token {shown(first)} with number {vocabulary[first]}, and {len(beyond) - 1} more"
-            if len(beyond) > 1
-            else f"token {shown(first)} with number {vocabulary[first]}",
-            f"numbers below the model's vocab_size = {num_tokens}",
-            "Set model.tokenizer to the tokenizer of this model.",
-        )
+        found = f"token {shown(first)} with number {vocabulary[first]}"
+        found += f", and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+        allowed = f"numbers below the model's vocab_size = {num_tokens}"
+        remedy = "Set model.tokenizer to the tokenizer of this model."
+        raise ModelError(where, found, allowed, remedy)
 
 
 def _place(model: ModelConfig) -> Path:

@@ -11,9 +11,7 @@ from hybridrl.config.section import Section
 
 
 class MoeConfig(Section):
-    """Load balancing for experts, in addition to the algorithm's loss. Losses and counts cover all
-    tokens of an update.
-    """
+    """Load balancing for experts, in addition to the algorithm's loss. Losses and counts cover all tokens of an update."""
 
     aux_loss: float = Field(0.0, ge=0)
     """Coefficient of the load-balancing loss (Switch Transformers). The default is 0, because this loss competes with the reward; the coefficient in the model's config.json is meant for pretraining."""

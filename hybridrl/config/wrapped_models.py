@@ -61,10 +61,7 @@ class TextPart:
 # By the wrapper's model_type.
 WRAPPED: Mapping[str, TextPart] = {
     "qwen2_5_vl": TextPart(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-        "qwen2_5_vl_text",
-        has_short_names=True,
+        "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", has_short_names=True
     ),
     "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe": TextPart("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
@@ -100,13 +97,8 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
     if len(ties) > 1:
         allowed = f"the same as {TEXT}.tie_word_embeddings"
         raise _fault("tie_word_embeddings", content["tie_word_embeddings"], allowed)
-    return {
-        **common,
-        **nested,
-        "model_type": part.model_type,
-        "architectures": [part.architecture],
-        WRAPPER: content,
-    }
+    names = {"model_type": part.model_type, "architectures": [part.architecture]}
+    return {**common, **nested, **names, WRAPPER: content}
 
 
 def without_wrapper(content: Mapping[str, Any]) -> dict[str, Any]:

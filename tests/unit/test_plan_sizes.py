@@ -12,7 +12,7 @@ from weight_cases import random_case, random_case_with_experts
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
-from hybridrl.services.planner.phase_memory import fullest, most_elements
+from hybridrl.services.planner.phase_memory import fullest
 from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shared_elements
 
 
@@ -32,7 +32,7 @@ def test_sizes_are_those_of_whole_layouts(batch: int) -> None:
         assert fullest_stage(family, shape, case.train, head) == fullest(parts), seed
         tp, ep = (case.rollout.tp, case.rollout_ep) if case.engine == "fused" else (1, 1)
         engine = fused_layout(family, shape, tp, 0, ep)
-        assert engine_elements(family, shape, tp, ep) == most_elements([engine]), seed
+        assert engine_elements(family, shape, tp, ep) == fullest([engine]).num, seed
         found = shared_elements(family, shape, case.train, tp, ep)
         by_stage = []
         for stage in range(case.train.pp):

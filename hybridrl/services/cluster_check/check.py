@@ -29,8 +29,7 @@ from hybridrl.services.launch.ray_cluster import alive_nodes, connect, dead_node
 PROGRAM = (sys.executable, "-m", "hybridrl.services.cluster_check.probe")
 # If an all-reduce over a node's GPUs fails, this includes the time to find the failing pair.
 ANSWER_S = 420.0
-# Variables to pass to probes on other nodes. API keys are excluded, because other users can read
-# command lines.
+# Variables for probes on other nodes; no API keys, because command lines are public.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDRL_CACHE")
 
 
@@ -161,9 +160,8 @@ def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
         where = node.interface or "no interface to others"
         lines.append(f"node     {node.node}: {what}, {where}, clock {node.clock_ahead_s:+.2f} s")
     for pair in facts.pairs:
-        lines.append(
-            f"link     {pair.first} - {pair.second}: {pair.backend} {pair.gb_per_s:.3g} GB/s"
-        )
+        rate = f"{pair.backend} {pair.gb_per_s:.3g} GB/s"
+        lines.append(f"link     {pair.first} - {pair.second}: {rate}")
     for backend, gb_per_s, fault in facts.all_reduce:
         lines.append(f"sum      all-reduce by {backend}: {fault or f'{gb_per_s:.3g} GB/s'}")
     for finding in findings:

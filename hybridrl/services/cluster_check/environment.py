@@ -16,7 +16,7 @@ from hybridrl.errors import UserError
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import ENGINES, engine_package
 from hybridrl.services.cluster_check import gpu_links
-from hybridrl.versions import MEGATRON, TRANSFORMER_ENGINE, Support
+from hybridrl.versions import MEGATRON, TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,8 @@ def inspect() -> list[Item]:
 
 def as_json(items: list[Item]) -> dict[str, Any]:
     """Returns `{"ok": bool, "items": [{name, status, found, fix, tested, newest}]}`."""
-    return {
-        "ok": all(item.status != "problem" for item in items),
-        "items": [asdict(item) for item in items],
-    }
+    is_ok = all(item.status != "problem" for item in items)
+    return {"ok": is_ok, "items": [asdict(item) for item in items]}
 
 
 def _python() -> Item:
@@ -57,7 +55,7 @@ def _python() -> Item:
 
 def _packages() -> Iterator[Item]:
     for name, wanted in REQUIRED.items():
-        found = _version(name)
+        found = installed(name)
         fix = f"pip install '{name}{wanted}'"
         columns = wanted, NEWEST_TESTED[name]
         if found is None:
@@ -72,21 +70,21 @@ def _packages() -> Iterator[Item]:
             yield Item(name, "problem", f"{found}, not {wanted}", fix, *columns)
         else:
             yield Item(name, "ok", found, "", *columns)
-    found = _version("transformer-engine")
+    found = installed("transformer-engine")
     status: Literal["ok", "absent"] = "ok" if found else "absent"
     columns = f">={TRANSFORMER_ENGINE.oldest}", TRANSFORMER_ENGINE.newest
     yield Item("transformer-engine", status, found or "not installed, optional", "", *columns)
 
 
 def _engines() -> Iterator[Item]:
-    """Checks the packages of each engine in the same way as a run that uses the engine."""
     for name in ENGINES:
         package = engine_package(name)
         if package is None:
             continue
         is_cpu = num_local_gpus() == 0
         support = package.support(is_cpu)
-        columns = ",".join((f">={support.oldest}", *_without(support))), support.newest
+        bad = (f",without {versions}" for versions in support.bad)
+        columns = f">={support.oldest}{''.join(bad)}", support.newest
         if not package.is_installed():
             yield Item(name, "absent", "not installed, optional", "", *columns)
             continue
@@ -96,10 +94,6 @@ def _engines() -> Iterator[Item]:
         except UserError as error:
             told = f"{error.value}, not {error.allowed}"
             yield Item(name, "problem", told, error.remedy, *columns)
-
-
-def _without(support: Support) -> list[str]:
-    return [f"without {versions}" for versions in support.bad]
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
@@ -118,13 +112,9 @@ def _apex() -> Item:
     if find_spec("apex") is None:
         return Item("apex", "absent", "not installed, optional")
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
-        return Item(
-            "apex",
-            "problem",
-            "an importable `apex` that is not NVIDIA's (no fused_weight_gradient_mlp_cuda)",
-            "pip uninstall -y apex",
-        )
-    return Item("apex", "ok", _version("apex") or "importable")
+        found = "an importable `apex` that is not NVIDIA's (no fused_weight_gradient_mlp_cuda)"
+        return Item("apex", "problem", found, "pip uninstall -y apex")
+    return Item("apex", "ok", installed("apex") or "importable")
 
 
 def _torch_probes() -> Iterator[Item]:
@@ -147,11 +137,10 @@ def _gpu_sum(num_gpus: int) -> Item:
     if works:
         return Item("all-reduce", "ok", found)
     gpus = ",".join(map(str, range(num_gpus)))
-    # Direct copies between GPUs often fail because of the host's IOMMU or ACS settings.
     fix = (
         f"NCCL_DEBUG=INFO python -m hybridrl.services.cluster_check.gpu_links {gpus}; if it works "
-        "with export NCCL_P2P_DISABLE=1, turn off IOMMU and ACS of the host"
     )
+    fix += "with export NCCL_P2P_DISABLE=1, turn off IOMMU and ACS of the host"
     return Item("all-reduce", "problem", found, fix)
 
 
@@ -171,14 +160,15 @@ def _gloo() -> Item:
         finally:
             dist.destroy_process_group()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return Item("gloo", "problem", reason, "export GLOO_SOCKET_IFNAME=lo")
+        fix = "export GLOO_SOCKET_IFNAME=lo"
+        return Item("gloo", "problem", str(error).splitlines()[0], fix)
     if total != 8:
         return Item("gloo", "problem", f"all_reduce gave {total}, not 8", fix)
     return Item("gloo", "ok", "all_reduce works")
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -81,10 +81,8 @@ def _software(node: NodeFacts) -> Iterator[Finding]:
     for package, found, fix in node.problems:
         yield Finding("package", node.node, f"{package}: {found}", fix)
     if max(len(node.gpus), node.num_gpus_on_bus) > node.num_torch_gpus:
-        found = (
-            f"the PCI bus has {node.num_gpus_on_bus} GPUs, nvidia-smi lists {len(node.gpus)}, and "
-            f"torch can use {node.num_torch_gpus}"
-        )
+        found = f"the PCI bus has {node.num_gpus_on_bus} GPUs, nvidia-smi lists {len(node.gpus)}, "
+        found += f"and torch can use {node.num_torch_gpus}"
         fix = (
             "nvidia-smi (no driver: apt-get install nvidia-driver-580-server, in containers docker "
             "run --gpus all); unset CUDA_VISIBLE_DEVICES; python -c 'import torch; "
@@ -95,9 +93,7 @@ def _software(node: NodeFacts) -> Iterator[Finding]:
         where, reset = f"{node.node} gpu {gpu.index}", f"nvidia-smi --gpu-reset -i {gpu.index}"
         if gpu.used_bytes > MAX_USED_GPU_BYTES:
             found = f"{_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are in use"
-            fix = (
-                "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end these processes"
-            )
+            fix = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end the processes"
             yield Finding("gpu-memory", where, found, fix)
         if gpu.ecc_errors:
             found = f"{gpu.ecc_errors} uncorrected memory errors"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hybridrl.errors import error_text
@@ -22,8 +23,7 @@ from hybridrl.services.cluster_check.links import rounds
 
 NUM_BYTES = 64 << 20
 REPEATS = 5
-# Time limits for all GPUs together and for each pair. Importing torch and starting NCCL takes
-# seconds.
+# Time limits for all GPUs and for each pair; importing torch and NCCL take seconds.
 TOGETHER_S, PAIR_S = 60.0, 30.0
 MAX_CHARACTERS = 300
 MAX_NAMED = 4
@@ -45,16 +45,13 @@ def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(len(gpus))]
         started = []
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        start = partial(subprocess.Popen, stdin=subprocess.DEVNULL, env=variables)
         for rank, gpu in enumerate(gpus):
             order = [device, str(gpu), str(rank), str(len(gpus)), f"{folder}/store"]
+            command = [sys.executable, "-m", __spec__.name, "--rank", *order]
             with logs[rank].open("wb") as log:
-                command = [sys.executable, "-m", __spec__.name, "--rank", *order]
-                variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-                started.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
-                    )
-                )
+                started.append(start(command, stdout=log, stderr=log))
         deadline = time.monotonic() + limit_s
         while None in (codes := [one.poll() for one in started]) and time.monotonic() < deadline:
             if any(codes):
@@ -135,7 +132,6 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one rank, or starts an all-reduce over the given GPUs. Returns the exit code."""
     if arguments[:1] == ["--rank"]:
         device, gpu, rank, size, store = arguments[1:]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,10 +52,8 @@ def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any
                 for first, second in pairs:
                     if rank in (first, second):
                         other = second if rank == first else first
-                        rates = [
-                            _rate(group, backend, rank, other, source, number)
-                            for source in (first, second)
-                        ]
+                        rate = partial(_rate, group, backend, rank, other, tag=number)
+                        rates = [rate(source) for source in (first, second)]
                         if rank == first:
                             found["pairs"].append([first, second, backend, min(rates)])
         dist.barrier()
@@ -64,7 +63,6 @@ def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any
 
 
 def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, str]:
-    """Returns the GB/s of an all-reduce (gigabytes per rank divided by seconds), and its error."""
     import torch
     from torch import distributed as dist
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -
         "hybridrl": __version__,
         "driver": driver or "none",
         "GPUs": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
-        **{name: _installed(name) for name in (*REQUIRED, *FURTHER)},
+        **{name: environment.installed(name) or "none" for name in (*REQUIRED, *FURTHER)},
     }
     return asdict(
         NodeFacts(
@@ -178,7 +177,6 @@ def meet(
 
 
 def clean(folder: str, token: str, node: str) -> None:
-    """Removes the file that `facts` created."""
     with suppress(OSError):
         _file(folder, token, node).unlink()
 
@@ -222,13 +220,6 @@ def _connect(addresses: Mapping[str, str], num_peers: int, port: int) -> dict[st
             time.sleep(0.1 if unconnected else 0)
         accepting.join(max(0.0, deadline - time.monotonic()))
     return {peer: faults[peer] for peer in unconnected}
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _limit(kind: int) -> int:
@@ -322,7 +313,6 @@ def _interface_of(address: str) -> str:
 
 
 def main() -> int:
-    """Answers the question that stdin contains."""
     question = json.loads(sys.stdin.readline())
     try:
         reply = {"answer": QUESTIONS[question.pop("ask")](**question)}

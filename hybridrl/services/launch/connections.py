@@ -86,7 +86,6 @@ class Connection(ABC):
 
     @property
     def how(self) -> str:
-        """Text that describes how node.py ended."""
         if self.code is not None and self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"ended with code {self.code}"
@@ -97,8 +96,7 @@ class ProcessConnection(Connection):
 
     def __init__(self, host: Host, command: Sequence[str], order: Order) -> None:
         super().__init__(host)
-        # Start a new session, so that Ctrl-C in a terminal reaches the ranks only through this
-        # process.
+        # In a new session, Ctrl-C reaches the ranks only through this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -61,14 +61,8 @@ def read_hostfile(file: Path) -> list[Host]:
         found = re.fullmatch(r"slots\s*=\s*(\S+)", " ".join(rest)) if rest else None
         count = "1" if not rest else found[1] if found else ""
         if name.startswith(("-", "slots=")) or not re.fullmatch(r"[1-9][0-9]{0,5}", count):
-            wrong.append(
-                UserError(
-                    f"{file}, line {number}",
-                    text,
-                    "name slots=N, N an integer of at least 1",
-                    "Correct or remove the line.",
-                )
-            )
+            allowed, remedy = "name slots=N, N an integer of at least 1", "Correct the line."
+            wrong.append(UserError(f"{file}, line {number}", text, allowed, remedy))
             continue
         slots[name] = slots.get(name, 0) + int(count)
     if not slots and not wrong:
@@ -161,12 +155,10 @@ class SshCluster:
         self._hosts, self._ssh = hosts, ssh
 
     def connect(self, host: Host, order: Order) -> Connection:
-        """Starts node.py on a host."""
         program = [sys.executable, "-m", "hybridrl.services.launch.node"]
         return ProcessConnection(host, remote(self._ssh, host.name, program), order)
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns all hosts except hosts in `down` that still do not respond."""
         asked = [host for host in self._hosts if host.name in down]
         ssh = [*self._ssh, "-o", f"ConnectTimeout={CONNECT_S}"]
         found = answers(asked, ssh, self._hosts[0].name)

@@ -175,10 +175,7 @@ class NodesWatch:
     """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run."""
 
     def __init__(
-        self,
-        nodes: Sequence[Connection],
-        has_lease: bool,
-        is_wider: Callable[[], bool] | None,
+        self, nodes: Sequence[Connection], has_lease: bool, is_wider: Callable[[], bool] | None
     ) -> None:
         self._nodes, self._has_lease, self._is_wider = nodes, has_lease, is_wider
         self._beaten = 0.0
@@ -199,7 +196,6 @@ class NodesWatch:
             self._tell(b"%d\n" % signal.SIGTERM)
 
     def end(self) -> None:
-        """Stops checking the hosts."""
         self._ended.set()
 
     def _tell(self, line: bytes) -> None:

@@ -8,6 +8,7 @@ are ended immediately, because their work is lost anyway. If the launcher dies, 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -15,12 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
+from typing import IO, Any
 
 from hybridrl import console
 from hybridrl.checkpoint.run_lock import LOCK_FILE, LOCK_TOKEN, RunLock
@@ -28,15 +31,23 @@ from hybridrl.config.interpolation import shown_command
 from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.metrics.trackers import CLOSE_S
-from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
+from hybridrl.parallel.failure import (
+    LAUNCHER_PID,
+    LOG_DIR,
+    RUNNING,
+    STORE_FD,
+    Failure,
+    is_launched,
+    rank_file,
+)
 from hybridrl.parallel.stacks import STACKS_SIGNAL, process_status, writes_stacks
 from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
-from hybridrl.services.launch.copied_stderr import CopiedStderr
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
 PROGRAM = ("-m", "hybridrl.cli.main")  # Arguments for Python that start hybridrl in a rank.
 LOGS = "logs"  # Folder of logs in the run folder.
+REPORT = "report.json"  # File in which ranks pass a report to the command that started them.
 POLL_S = 0.1
 GRACE_S = 3.0  # Time in which other ranks may report the same mistake.
 KILL_AFTER_S = 10.0
@@ -48,6 +59,8 @@ STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # Exit codes of ranks 
 PR_SET_PDEATHSIG = 1
 LOCAL = "127.0.0.1"
 STACKS_S = 0.5  # time that ranks have to write their stacks
+COPY_S = 1.0  # Time to finish copying rank 0's stderr after the rank is gone.
+COPY_ALIVE_S = 0.2  # Time to copy the last output if the rank was killed but still exists.
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,40 @@ class Share:
 
     @staticmethod
     def whole(world_size: int) -> Share:
-        """Returns the share for a launcher that starts all ranks."""
         return Share(world_size, 0, world_size)
+
+
+class CopiedStderr:
+    """Copies rank 0's stderr in a thread. `fault` is why the log is incomplete, or None."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, source: IO[bytes], log: Path) -> None:
+        self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
+        self._thread.start()
+
+    def finish(self, is_gone: bool) -> None:
+        """Waits until all is copied, for a limited time: child processes may keep stderr open."""
+        if self._thread is not None:
+            self._thread.join(COPY_S if is_gone else COPY_ALIVE_S)
+
+    def _copy(self, source: IO[bytes], log: Path) -> None:
+        """Copies until stderr ends, even after write errors: a full pipe would block the rank."""
+        with log.open("ab", buffering=0) as file:
+            while block := os.read(source.fileno(), 65536):
+                try:
+                    if self.fault is None:
+                        _write_all(file.fileno(), block)
+                except OSError as error:  # the disk is full; keep copying to the console
+                    self.fault = error.strerror
+                console.write(console.STDERR, block)
+
+
+def _write_all(descriptor: int, block: bytes) -> None:
+    while block:  # a nearly full disk accepts part of a block, and fails at the next write
+        block = block[os.write(descriptor, block) :]
 
 
 @dataclass
@@ -164,8 +209,7 @@ def run_ranks(
     copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
     host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # After a signal, a rank normally ends without a report. If a rank did report an error, it could
-    # not save. A SIGKILL at this point was not sent by the launcher.
+    # After a signal, only a rank that could not save reports an error. None was killed yet.
     blamable = [
         rank.index
         for rank in culprits
@@ -185,10 +229,8 @@ def _start_all(
     environment: Mapping[str, str],
     gate: int | None,
 ) -> None:
-    """Starts the ranks, appends each to `ranks` once it runs, and closes `gate`."""
     try:
-        # Rank 0 serves the job's store on this socket. The socket is bound here, because another
-        # process could take the port while the rank imports torch.
+        # Rank 0 serves the job's store on this socket, bound here before others take its port.
         with socket.socket() as server:
             if share.first == 0:
                 _bind(server, share)
@@ -215,7 +257,6 @@ def _bind(server: socket.socket, share: Share) -> None:
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Creates the folder, and removes what ranks of this launcher left at an earlier start."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         own = [f"rank_{index}" for index in range(share.first, share.first + share.count)]
@@ -235,10 +276,7 @@ def _no_logs(path: Path, error: OSError) -> UserError:
 
 @console.protected()
 def launch_run(
-    arguments: Sequence[str],
-    world_size: int,
-    folder: Path,
-    start: Callable[..., int] | None = None,
+    arguments: Sequence[str], world_size: int, folder: Path, start: Callable[..., int] | None = None
 ) -> int:
     """Locks a run folder and runs its ranks with `start`, or else `launch`.
 
@@ -277,6 +315,27 @@ def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
     if code != 1:
         shutil.rmtree(log_dir)
     return code
+
+
+def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
+    """Runs `hybridrl ARGUMENTS` as local ranks. Returns their report, or the code of a failure."""
+    log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
+    code = launch(arguments, world_size, log_dir)
+    report: dict[str, Any] = {}
+    if code == 0:
+        report = json.loads((log_dir / REPORT).read_text(encoding="utf-8"))
+    if code != 1:  # with code 1, an error message refers to the logs
+        shutil.rmtree(log_dir)
+    return code or report
+
+
+def leave_for_parent(report: dict[str, Any]) -> bool:
+    """Writes the report for the parent process; returns False if none expects it."""
+    file = rank_file(".log")
+    if file is None or not is_launched():
+        return False
+    file.with_name(REPORT).write_text(json.dumps(report), encoding="utf-8")
+    return True
 
 
 def _environment(
@@ -378,11 +437,8 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             return
         if now > notice:
             notice = now + NOTICE_EVERY_S
-            name = signal.Signals(received[0]).name
-            say(
-                f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends them "
-                "immediately"
-            )
+            what = f"{signal.Signals(received[0]).name}: the ranks save a checkpoint and end"
+            say(f"hybridrl: {what}; a second signal ends them immediately")
         time.sleep(POLL_S)
 
 

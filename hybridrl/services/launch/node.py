@@ -41,12 +41,10 @@ class Order:
     environment: dict[str, str]
 
     def to_line(self) -> bytes:
-        """Converts the order to one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> Order:
-        """Parses a line that `to_line` returned."""
         found = json.loads(line)
         return Order(**{**found, "share": Share(**found["share"])})
 

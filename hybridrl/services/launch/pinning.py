@@ -8,6 +8,7 @@ import typer
 
 from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned
+from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.loop.preflight import model_violations
@@ -19,23 +20,25 @@ from hybridrl.services.planner.choose import needs_choice, overrides_of, with_la
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # passes hub names and commits to the ranks, as JSON
 
 
-def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Returns the config with its layout, and the chosen values as overrides for the ranks."""
-    # Ranks receive the layout from rank 0 or from the launcher.
-    if is_rank():
-        return config, []
+def laid_out(config: Config, world_size: int | None) -> tuple[Config, list[str], int]:
+    """Returns the config with its layout, chosen values as overrides, and the number of ranks.
+
+    By default, ranks are as many as this host's GPUs, or as the layout needs.
+    """
     host = local_host()
-    if not needs_choice(config, world_size, host.num_gpus > 0):
-        return config, []
-    found = with_layout(config, world_size, host)
+    size = world_size or default_world_size(config, host.num_gpus)
+    # Ranks receive the layout from rank 0 or from the launcher.
+    if is_rank() or not needs_choice(config, size, host.num_gpus > 0):
+        return config, [], size
+    found = with_layout(config, size, host)
     overrides = overrides_of(found)
-    if config.layout.is_open(world_size):
+    if config.layout.is_open(size):
         chosen = " ".join(overrides[:-2]) or "nothing, because the config sets all values"
         typer.echo(f"layout: auto chose {chosen}", err=True)
     elif found != config:
         level = found.train.optimizer_memory
         typer.echo(f"train.optimizer_memory: auto chose {level}", err=True)
-    return found, overrides
+    return found, overrides, size
 
 
 def fits_on(config: Config, world_size: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ class EndedRank:
 
     @property
     def failure(self) -> Failure | None:
-        """Failure that the rank reported, or None."""
         return Failure.read(Path(self.log).with_suffix(".error"))
 
     @property
@@ -38,10 +37,8 @@ class EndedRank:
 
     @property
     def phase(self) -> str:
-        """Phase in which the rank ended."""
-        file = Path(self.log).with_suffix(".phase")
         try:
-            return file.read_text().strip()
+            return Path(self.log).with_suffix(".phase").read_text().strip()
         except OSError:  # the file is missing, or the file system does not respond
             return "start"
 
@@ -67,7 +64,6 @@ class Outcome:
 
     @staticmethod
     def together(parts: Sequence[Outcome]) -> Outcome:
-        """Merges outcomes from several launchers of the same job."""
         signals = [part.stopped_by for part in parts if part.stopped_by]
         faults = [part.fault for part in parts if part.fault is not None]
         return Outcome(
@@ -110,8 +106,7 @@ def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
 def conclude(outcome: Outcome, log_dir: Path) -> int:
     """Prints how the ranks ended, unless all succeeded. Returns the exit code."""
     if outcome.stopped_by and not outcome.culprits:
-        name = signal.Signals(outcome.stopped_by).name
-        say(f"hybridrl: stopped by {name}")
+        say(f"hybridrl: stopped by {signal.Signals(outcome.stopped_by).name}")
         return 128 + outcome.stopped_by
     if outcome.culprits:
         return _report(outcome, log_dir)
@@ -121,7 +116,6 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _report(outcome: Outcome, log_dir: Path) -> int:
-    """Prints which rank failed first and why, also to the other ranks' logs; returns the code."""
     ranks = {rank.index: rank for rank in outcome.ranks}
     culprits = [ranks[index] for index in outcome.culprits]
     mistaken = [rank for rank in culprits if rank.code == 2]
@@ -143,7 +137,8 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
         blamed = first.index
         message = f"rank {first.index} on host {first.host} {how} in phase '{first.phase}'"
         message += f": {failure.message}" if failure is not None else ""
-    log = _log_of(blamed, ranks, log_dir)
+    # A launcher on another machine may have written the log.
+    log = ranks[blamed].log if blamed in ranks else str(log_dir / f"rank_{blamed}.log")
     report = newest_report(log_dir.parent, _phase_began(log))
     if report is not None and report[0].name not in message:
         message += f"; state of all ranks before that: {report[0]}"
@@ -159,16 +154,10 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
     return 1
 
 
-def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
-    """Returns the path of a rank's log, which a launcher on another machine may have written."""
-    return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
-
-
 def _phase_began(log: str) -> float:
     """Returns when a rank's last phase began. Earlier hang reports are about other hangs."""
-    file = Path(log).with_suffix(".phase")
     try:
-        return file.stat().st_mtime
+        return Path(log).with_suffix(".phase").stat().st_mtime
     except OSError:
         return time.time()
 

@@ -150,11 +150,6 @@ class RayCluster:
             self.close()
             raise ConfigError(list(wrong.values()))
 
-    @property
-    def has_gpus(self) -> bool:
-        """Whether the slots are GPUs."""
-        return self.unit == "GPU"
-
     def lost_nodes(self) -> str:
         """Returns text about nodes that Ray has lost, to append to a message."""
         lost = dead_nodes(self._ray.nodes())
@@ -162,18 +157,14 @@ class RayCluster:
         return f"; Ray lost {named}" if named else ""
 
     def connect(self, host: Host, order: Order) -> Connection:
-        """Starts node.py on a node, in an actor that reserves the node's slots."""
         self._taken[host.name] = host.slots
-        actor = (
-            self._ray.remote(NodeActor)
-            .options(
-                num_cpus=host.slots,
-                num_gpus=host.slots if self.has_gpus else 0,
-                max_restarts=0,
-                scheduling_strategy=self._on(self._ids[host.name]),
-            )
-            .remote(os.getcwd())
+        actors = self._ray.remote(NodeActor).options(
+            num_cpus=host.slots,
+            num_gpus=host.slots if self.unit == "GPU" else 0,
+            max_restarts=0,
+            scheduling_strategy=self._on(self._ids[host.name]),
         )
+        actor = actors.remote(os.getcwd())
         self._connections.append(RayConnection(host, actor, order))
         return self._connections[-1]
 
@@ -191,7 +182,6 @@ class RayCluster:
         return sorted(found, key=lambda host: -host.slots)
 
     def close(self) -> None:
-        """Disconnects from the cluster."""
         self._ray.shutdown()
 
     def _on(self, node: str) -> Any:
@@ -218,7 +208,6 @@ class RayCluster:
             self._ray.wait(answers, num_returns=len(answers), timeout=ASK_S)
         wrong: dict[str, UserError] = {}
         for name, answer in zip(asked, answers, strict=True):
-            found = "no answer"
             try:
                 version, is_there = self._ray.get(answer, timeout=1)
                 found = f"hybridrl {version}" + ", no such folder" * (not is_there)

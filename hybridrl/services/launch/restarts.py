@@ -85,8 +85,7 @@ class ElasticLaunch:
                     return 128 + received[0]
                 if not is_settled:
                     return end.code
-            # After a restart, use the newest checkpoint, because it descends from the checkpoint
-            # that the user chose.
+            # The newest checkpoint descends from the one that the user chose.
             given = ["newest" if one == "previous" else one for one in given]
             reason = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
             reason = reason if end.kind == "lost" else "lost hosts are reachable again"
@@ -107,7 +106,6 @@ class LocalJob:
         return f"{self._size} ranks"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks. Ranks of the next start wait for the memory of those killed here."""
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
         code = conclude(outcome, log_dir)

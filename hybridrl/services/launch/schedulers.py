@@ -84,8 +84,7 @@ def manifest(
         first = f"{job.name}-node-0-0.{job.name}"  # the first pod, in JobSet's headless service
         script = "exec " + job.node_command(program, '"$JOB_COMPLETION_INDEX"', first, PORT)
     else:
-        # The operator writes pod numbers to variables that torch reads as ranks, but a pod is not a
-        # rank.
+        # The operator's variables number pods, which torch would read as ranks.
         node = job.node_command(program, '"$node"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
         script = f'node="$RANK"; unset RANK WORLD_SIZE; exec {node}'
     return _rendered(

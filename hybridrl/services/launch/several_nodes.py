@@ -64,7 +64,6 @@ class NodeSizes:
     folder: str | None = None
 
     def job(self, run: Run, in_allocation: bool = False) -> NodeJob:
-        """Returns the job that trains a run."""
         nodes, slots = counts(self.nodes, self.slots, in_allocation)
         return NodeJob(
             name=run.config.run.name,
@@ -122,11 +121,11 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
     try:
         hosts = cluster.hosts(set())
         slots = sum(host.slots for host in hosts)
-        least = slots if cluster.has_gpus else default_world_size(run.config, 0)
-        world_size = world or least
+        has_gpus = cluster.unit == "GPU"
+        world_size = world or (slots if has_gpus else default_world_size(run.config, 0))
         if not 0 < world_size <= slots:
             found = f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes()
-            allowed = f"{max(world_size, 1)} free slots" + ", each with a CPU" * cluster.has_gpus
+            allowed = f"{max(world_size, 1)} free slots" + ", each with a CPU" * has_gpus
             remedy = "Run `ray status`; add nodes, end other jobs, or set --world."
             raise UserError("--ray", found, allowed, remedy)
         parts = shares(hosts, world_size, hosts[0].name, any_port())
@@ -138,7 +137,7 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
 
 def _validate(run: Run, parts: Sequence[Share]) -> None:
     world_size = parts[0].world_size
-    laid, _ = laid_out(run.config, world_size)  # rank 0 chooses the run's layout itself
+    laid, *_ = laid_out(run.config, world_size)  # rank 0 chooses the run's layout itself
     validate_training(laid, world_size, run.resume, [part.count for part in parts])
 
 
@@ -152,12 +151,7 @@ def _run_on(
 
 
 def on_node(
-    run: Run,
-    node: int,
-    nodes: int | None,
-    slots: int | None,
-    address: str | None,
-    port: int | None,
+    run: Run, node: int, nodes: int | None, slots: int | None, address: str | None, port: int | None
 ) -> int:
     """Runs one node's ranks; returns LOST if ranks were lost and may restart.
 
@@ -171,8 +165,7 @@ def on_node(
     parts = [Share(each, n * each, num_nodes * each, address, port) for n in range(num_nodes)]
     _validate(run, parts)
     logs = run_folder(run.config) / "logs"
-    # After a restart, use the newest checkpoint, because it descends from the checkpoint that the
-    # user chose.
+    # After a restart, the newest checkpoint descends from the one that the user chose.
     starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
     given = ["newest" if starts and one == "previous" else one for one in run.arguments]
     outcome = run_ranks([*PROGRAM, "train", *given], parts[node], logs)
@@ -185,7 +178,7 @@ def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) 
     """Submits the job, or runs it in the current allocation. Returns the exit code."""
     in_allocation = "SLURM_JOB_ID" in os.environ and not dry_run
     job = sizes.job(run, in_allocation)
-    laid, _ = laid_out(run.config, job.num_nodes * job.slots)
+    laid, *_ = laid_out(run.config, job.num_nodes * job.slots)
     _, violations = model_violations(laid, job.num_nodes * job.slots)
     if violations:
         raise ConfigError(violations)
@@ -218,7 +211,6 @@ def manifest_of(
     volumes: Sequence[str],
     namespace: str,
 ) -> str:
-    """Returns a Kubernetes manifest for the run."""
     job = sizes.job(run)
     violations = check(run.config, job.num_nodes * job.slots)  # the model may not be on this host
     if violations:

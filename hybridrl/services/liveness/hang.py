@@ -13,15 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.parallel.watch import (
-    MAX_NAMED,
-    Beat,
-    Call,
-    Wait,
-    WaitKey,
-    missing_ranks,
-    ranks_text,
-)
+from hybridrl.parallel.watch import MAX_NAMED, Beat, Call, Wait, WaitKey, missing_ranks, ranks_text
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,6 @@ class HangWatch:
 
 
 def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
-    """Returns the hang, if any, among the idle ranks (`still`)."""
     calls, transfers = _Calls(beats, still), _transfers(beats, still)
     awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
@@ -107,8 +98,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     for rank, beat in enumerate(beats):  # add ranks that have not waited long
         if rank not in still and _is_waiting(beat) and (where := waits_in(beat)) in places:
             places[where] = sorted([*places[where], rank])
-    # If all ranks wait in the same collective, the network is at fault, and the collective has its
-    # own timeout.
+    # In one collective, the network is at fault, and the collective has its own timeout.
     if len(places) < 2:
         return _slow_transfers(transfers, beats, sorted(behind - in_transfers))
     fewest = min(len(ranks) for ranks in places.values())

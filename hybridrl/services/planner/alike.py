@@ -45,7 +45,6 @@ class FullestRank:
 
 
 def layout_of(config: Config, world_size: int) -> TrainLayout:
-    """Returns the training layout over all ranks."""
     train = config.train
     sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
     return TrainLayout(world_size, *sizes, etp=train.etp)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hybridrl.config.identity import saved_config
 from hybridrl.config.layout import CHOSEN_KEYS
@@ -68,8 +66,7 @@ def with_layout(
     free = [key for key in CHOSEN_KEYS if key not in pinned_keys(config)]
     saved = saved_config(config)
     if saved is not None and saved.layout.chosen_for == world_size:
-        values = saved.model_dump()
-        kept = {key: _value(values, key) for key in free if key in saved.layout.chosen_keys}
+        kept = {key: saved.value(key) for key in free if key in saved.layout.chosen_keys}
         if LEVEL_KEY in free:  # it was not among the chosen keys of earlier versions
             kept[LEVEL_KEY] = level_name(saved.train)
         if len(kept) == len(free):
@@ -85,12 +82,12 @@ def with_layout(
 
 def chosen_values(config: Config) -> Changes:
     """Returns the values that `with_layout` has set, by key."""
-    values, keys = config.model_dump(), list(config.layout.chosen_keys)
+    keys = list(config.layout.chosen_keys)
     if LEVEL_KEY not in keys:
         keys.insert(0, LEVEL_KEY)
     if config.layout.chosen_for is not None:
         keys += ["layout.chosen_for", "layout.chosen_keys"]
-    return {key: _value(values, key) for key in keys}
+    return {key: config.value(key) for key in keys}
 
 
 def chosen_layout(
@@ -210,11 +207,6 @@ def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> 
     return config.with_values({**values, **chosen})
 
 
-def _value(values: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return values[section][name]
-
-
 def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserError]:
     nearest = result.nearest
     if nearest is None:
@@ -223,12 +215,8 @@ def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserE
     values = " ".join(f"{key}={value}" for key, value in nearest.changes.items())
     pinned = sorted(pinned_keys(config))
     free = f", or leave out {', '.join(pinned)}" if pinned else ""
-    return [
-        UserError(
-            "layout.choose",
-            f"auto, but the smallest layout found, {values}, needs {memory_size(needed)} per GPU",
-            f"a layout that fits into {assumed.gpu_memory_bytes / GIB:.1f} GiB",
-            "Start more ranks, or lower rollout.max_new_tokens, data.max_prompt_tokens or "
-            f"rollout.max_batch{free}.",
-        )
-    ]
+    found = f"auto, but the smallest layout found, {values}, needs {memory_size(needed)} per GPU"
+    allowed = f"a layout that fits into {assumed.gpu_memory_bytes / GIB:.1f} GiB"
+    lower = "rollout.max_new_tokens, data.max_prompt_tokens or rollout.max_batch"
+    remedy = f"Start more ranks, or lower {lower}{free}."
+    return [UserError("layout.choose", found, allowed, remedy)]

@@ -11,12 +11,7 @@ from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.fit import num_requests, with_margin
 from hybridrl.services.planner.hardware import Assumptions
-from hybridrl.services.planner.phase_memory import (
-    Memory,
-    RoleModel,
-    gradient_bytes,
-    itemsize_of,
-)
+from hybridrl.services.planner.phase_memory import Memory, RoleModel, gradient_bytes, itemsize_of
 from hybridrl.services.planner.sizes import engine_elements
 from hybridrl.services.planner.times import Times, giving_back_s, step_times
 

@@ -18,12 +18,15 @@ from hybridrl.config.rules import check
 from hybridrl.config.rules_optimizer import LEVEL_KEY, lower_levels
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, UserError
+from hybridrl.models.adapters.rows import base_of
+from hybridrl.models.mixers import mixer_rules
+from hybridrl.models.mtp import mtp_rules
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.model_rules import quantized_model_rules
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
-from hybridrl.services.planner.model_rules import model_rules
 from hybridrl.services.planner.phase_memory import (
     Memory,
     RankMemory,
@@ -42,8 +45,21 @@ MULTIPLES = (*SIZES, 32, 64, 128)  # Factors by which the number of ranks is mul
 Changes = dict[str, Any]
 
 
+def model_rules(
+    config: Config, policy: RoleModel, hf_config: Mapping[str, Any]
+) -> Iterator[UserError]:
+    """Yields why the policy, with its adapters, cannot have a layout that `rules.check` accepts.
+
+    loop/preflight.py checks these rules before ranks start too.
+    """
+    train, family, shape = config.train, policy.family, policy.shape
+    is_adapted = family.lora is not None
+    yield from mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
+    yield from mtp_rules(train, policy.is_trained, is_adapted, family, shape, hf_config)
+    yield from quantized_model_rules(config.rollout, train, base_of(family), shape)
+
+
 def with_margin(estimate_bytes: int) -> int:
-    """Returns an estimate plus the safety margin, in bytes."""
     return int(estimate_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
@@ -87,11 +103,8 @@ def gpu_verdict(
     if spare < 0 and may_change:
         search = _Search(config, models, hf_config, assumed)
         remedies = search.remedies(sum(len(one.ranks) for one in found))
-        summary += (
-            f"; it fits with {remedies[0]}"
-            if remedies
-            else "; no larger layout that was tried fits"
-        )
+        none = "no larger layout that was tried fits"
+        summary += f"; it fits with {remedies[0]}" if remedies else f"; {none}"
     elif spare >= 0:
         num_ranks = sum(len(one.ranks) for one in found if one.memory.has_engine)
         summary += _waiting(config, cache, room, num_ranks)
@@ -180,7 +193,6 @@ class _Search:
     assumed: Assumptions
 
     def remedies(self, world_size: int) -> list[str]:
-        """Returns changes that make the run fit on as few ranks as possible, smallest first."""
         for factor in MULTIPLES:
             if found := list(islice(self._fitting(world_size, factor), MAX_REMEDIES)):
                 return found
@@ -206,12 +218,11 @@ class _Search:
                 memory = memory_alike(config, held, world, self.assumed)
             except ModelError:  # no rule checks whether tensors can be sharded
                 continue
-            most = memory.least
-            if with_margin(most) <= self.assumed.gpu_memory_bytes:
+            if with_margin(memory.least) <= self.assumed.gpu_memory_bytes:
                 found.append(changes)
-                options = [f"{key}={_yaml(value)}" for key, value in changes.items()]
+                options = [f"{key}={value}" for key, value in changes.items()]
                 options += [f"--world {world}"] if factor > 1 else []
-                yield f"{' '.join(options)} (about {memory_size(most)})"
+                yield f"{' '.join(options)} (about {memory_size(memory.least)})"
 
     def _least(self) -> int:
         """Returns the bytes of weights and gradients alone: the optimizer state may be on hosts."""
@@ -255,7 +266,3 @@ class _Search:
         savings = [{**level, **recompute} for level in levels for recompute in recomputes]
         for layout, saving in product(layouts, savings):
             yield {**layout, **saving}
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

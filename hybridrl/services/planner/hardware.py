@@ -40,8 +40,6 @@ ClusterFile = ClusterConfig
 
 
 class Assumed(NamedTuple):
-    """An assumed value and its source."""
-
     value: float
     source: str
 
@@ -171,15 +169,9 @@ def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed
         gpus = min(gpus, world_size)
         if world_size % gpus:
             return UserError("gpus_per_node", gpus, divisor, "Change gpus_per_node or --world.")
-        return {
-            "nodes": Assumed(world_size // gpus, derived),
-            "gpus_per_node": Assumed(gpus, source),
-        }
-    most = max(GPUS_PER_NODE, host.num_gpus)
-    gpus = max(size for size in range(1, most + 1) if world_size % size == 0)
-    source = (
-        "as on this host"
-        if most > GPUS_PER_NODE
-        else f"at most {most}, the usual number in a GPU host"
-    )
+    else:
+        most = max(GPUS_PER_NODE, host.num_gpus)
+        gpus = max(size for size in range(1, most + 1) if world_size % size == 0)
+        usual = f"at most {most}, the usual number in a GPU host"
+        source = "as on this host" if most > GPUS_PER_NODE else usual
     return {"nodes": Assumed(world_size // gpus, derived), "gpus_per_node": Assumed(gpus, source)}

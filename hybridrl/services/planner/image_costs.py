@@ -86,7 +86,6 @@ def stored_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
 
 
 def engine_bytes(config: Config, vision: VisionShape | None, itemsize: int) -> int:
-    """Returns the memory that an engine needs to compute images."""
     if vision is None:
         return 0
     return scratch_bytes(vision, max(largest_image(config, vision), ENGINE_TOKENS), itemsize)

@@ -114,7 +114,7 @@ def usual_micro_batches(
 
 def positions_of_update(
     config: Config, shape: ModelShape, layout: TrainLayout
-) -> tuple[int, int] | None:
+) -> dict[str, int] | None:
     """Returns an update's positions with and without shared prompts; None if none are shared."""
     per_prompt = config.steps.samples_per_prompt
     if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, shape, layout.cp):
@@ -131,7 +131,8 @@ def positions_of_update(
         attention_length(shape),
         pad_each,
     )
-    return sum(unit.tokens for unit in units), num_samples * length
+    computed = sum(unit.tokens for unit in units)
+    return {"computed": computed, "unshared": num_samples * length}
 
 
 def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
@@ -278,7 +279,6 @@ def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
 
 
 def _copied_rows(prefix: int, count: int, own: int, cp: int) -> int:
-    """Returns the rows of keys that a rank adds to those of the positions (see `_key_rows`)."""
     if cp == 1:
         return (count - 1) * prefix
     # Each rank gathers all keys, and copies those before the end of each of its two chunks of a

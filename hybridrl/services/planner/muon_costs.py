@@ -12,8 +12,7 @@ from hybridrl.training.muon_matrices import NUM_ITERATIONS, is_hf_matrix
 
 KEPT = 64  # number of models whose tensors are cached
 FP32_BYTES = 4
-# Bytes per element of a matrix while it is orthogonalized: the matrix in fp32, and four bf16
-# matrices of the iteration.
+# Bytes per element of a matrix in the iteration: itself in fp32, and four in bf16.
 SCRATCH_BYTES = FP32_BYTES + 4 * 2
 _EXPERTS = ".experts."
 
@@ -60,17 +59,11 @@ def orthogonalization_flops(
 ) -> float:
     """Returns an upper bound for a rank's step: it orthogonalizes every matrix of its stage."""
     total = 0.0
-    for size, is_expert in _matrices(family, shape, head):
+    for name, size in _tensors(family, shape, head).items():
+        if not is_hf_matrix(name, size):
+            continue
         short, long = sorted(size[-2:])
         products = 4.0 * short * short * long + 2.0 * short**3
-        parts = layout.pp * (layout.ep if is_expert else 1)
+        parts = layout.pp * (layout.ep if _EXPERTS in name else 1)
         total += prod(size[:-2]) * NUM_ITERATIONS * products / parts
     return total
-
-
-def _matrices(family: Family, shape: ModelShape, head: Head) -> list[tuple[tuple[int, ...], bool]]:
-    return [
-        (size, _EXPERTS in name)
-        for name, size in _tensors(family, shape, head).items()
-        if is_hf_matrix(name, size)
-    ]

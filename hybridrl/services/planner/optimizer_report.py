@@ -48,23 +48,20 @@ def optimizer_report(
             continue
         held = fullest_rank(other, roles, world_size)
         memory = memory_alike(other, held, world_size, assumed)
-        needed = with_margin(memory.least)
-        updated = sum(one.num_updated for one in held.models)
-        report["levels"].append(
-            {
-                "level": name,
-                "train_peak_bytes": memory.train,
-                "needed_bytes": needed,
-                "fits": needed <= assumed.gpu_memory_bytes,
-                "host_bytes": memory.host_state,
-                "step_s": adam_s(level, updated, assumed),
-            }
-        )
+        needed, updated = with_margin(memory.least), sum(one.num_updated for one in held.models)
+        found = {
+            "level": name,
+            "train_peak_bytes": memory.train,
+            "needed_bytes": needed,
+            "fits": needed <= assumed.gpu_memory_bytes,
+            "host_bytes": memory.host_state,
+            "step_s": adam_s(level, updated, assumed),
+        }
+        report["levels"].append(found)
     return report
 
 
 def optimizer_lines(report: dict[str, Any]) -> list[str]:
-    """Returns the report as lines of text."""
     used, levels = report["level"], {one["level"]: one for one in report["levels"]}
     if report["optimizer"] == "muon":
         return _muon_lines(report)

@@ -98,7 +98,6 @@ class Memory:
 
     @property
     def has_engine(self) -> bool:
-        """Whether these ranks have an engine."""
         return self.kv_cache > 0
 
     @property
@@ -121,7 +120,6 @@ class RankMemory:
     fullest: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the estimate by its keys in the report."""
         return {
             "ranks": list(self.ranks),
             "fullest_ranks": list(self.fullest),
@@ -163,7 +161,6 @@ class RoleModel:
 
     @property
     def adapter_params(self) -> int:
-        """Number of the adapters' parameters."""
         return num_adapter_parameters(self.family, self.shape) if self.family.lora else 0
 
     @property
@@ -178,13 +175,11 @@ class RoleModel:
 
     @property
     def trains_tower(self) -> bool:
-        """Whether a vision tower is trained."""
         rows = self.trained_family.rows(self.shape) if self.is_trained else ()
         return any(row.megatron.startswith(PARAMETER) for row in rows)
 
     @property
     def backward(self) -> BackwardShares:
-        """Shares of the backward pass that the model needs."""
         return backward_shares(self.family, self.shape, self.freeze, self.head)
 
 
@@ -289,12 +284,7 @@ def role_models(
 
 
 def estimate_memory(
-    config: Config,
-    shape: ModelShape,
-    world_size: int,
-    held: Held,
-    transport: str,
-    on_gpu: bool,
+    config: Config, shape: ModelShape, world_size: int, held: Held, transport: str, on_gpu: bool
 ) -> Memory:
     """Estimates the memory of the fullest rank in each phase.
 
@@ -361,7 +351,6 @@ def state_bytes(config: Config, itemsize: int) -> int:
 
 
 def gradient_bytes(config: Config) -> int:
-    """Returns the bytes of an accumulated gradient for each parameter."""
     return 2 if config.train.gradient_dtype == "bfloat16" else FP32_BYTES
 
 
@@ -380,7 +369,6 @@ def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) ->
 def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
-    """Returns a rank's KV cache, recurrent states and recorded experts for the longest requests."""
     tp = config.rollout.tp
     cached = 1 if config.rollout.kv_cache_dtype == "fp8" else itemsize
     longest, package = config.longest_request(), engine_package(config.rollout.engine)
@@ -474,9 +462,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     whole = micro.positions * per_token + key_rows * key_size  # elements that one layer stores
     if not model.is_trained:
         kept, stages = whole, 1
-    elif (
-        config.train.recompute == "full"
-    ):  # each layer stores its input, and one layer stores all its activations
+    elif config.train.recompute == "full":  # each layer stores its input, one all activations
         kept = micro.positions * shape.hidden_size * layers + whole
     elif config.train.recompute == "selective":  # feed-forward products are recomputed
         kept = (whole - micro.positions * product) * layers
@@ -488,8 +474,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     if model.is_trained and shape.moe is None:
         scratch = max(scratch, micro.positions * 2 * product * itemsize // parts)
     if model.is_trained and micro.key_rows > micro.positions:
-        # GatherKeys.backward holds the gradients of copied keys and values, and sums one of the two
-        # in fp32.
+        # GatherKeys.backward holds gradients of copied keys and values, one of them in fp32.
         widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
         summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
         scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
@@ -531,11 +516,6 @@ def layout_bytes(layout: RankLayout, itemsize: int) -> int:
     """Returns the bytes of a layout's tensors; `itemsize` is of weights without an own size."""
     sizes = element_sizes(layout)
     return sum(sizes.get(name, itemsize) * prod(size) for name, size in layout.shapes.items())
-
-
-def most_elements(layouts: Sequence[RankLayout]) -> int:
-    """Returns the number of elements on the rank that holds the most elements."""
-    return fullest(layouts).num
 
 
 def itemsize_of(config: Config, on_gpu: bool) -> int:

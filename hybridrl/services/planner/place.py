@@ -39,7 +39,6 @@ from hybridrl.services.planner.phase_memory import (
     RoleModel,
     fullest,
     layout_bytes,
-    most_elements,
 )
 
 
@@ -76,12 +75,10 @@ class Placed:
 
     @property
     def best(self) -> Assignment:
-        """Assignment of ranks to parts of engines."""
         return self.engines.best
 
     @property
     def targets(self) -> list[RankLayout]:
-        """Engine layout of each rank."""
         return self.engines.targets
 
 
@@ -195,7 +192,7 @@ def held_by_ranks(
     parts = [sizes.of(model) for model in models if not placed.holds_nothing(model)]
     peers_bytes = 0  # size of the peer memory that each rank allocates for weights
     if transport == "peer" and models[0].is_trained:
-        peers_bytes = itemsize * most_elements(placed.whole)
+        peers_bytes = itemsize * fullest(placed.whole).num
     sets: dict[tuple[bool, ...], list[int]] = {}
     for rank in range(placement.num_ranks):
         holds = [rank in part for part in parts]
@@ -221,8 +218,8 @@ def held_by_ranks(
         own_bytes = sum(itemsize * h.held.num for h in held if h.model.role == "policy")
         sums = [sum(part[rank].held.num for part in parts if rank in part) for rank in ranks]
         most = max(sums)
-        fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
-        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
+        at_most = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
+        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), at_most)))
     return found
 
 
@@ -231,13 +228,11 @@ class _Sizes:
 
     def __init__(self, policy: RoleModel, placed: Placed) -> None:
         self._placed = placed
-        # The layouts of `placed` contain what engines receive, so no layer for multi-token
-        # prediction.
+        # The layouts of `placed` are engines', without a layer for multi-token prediction.
         key = policy.family, policy.engine_shape, placed.layout, policy.head
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
     def of(self, model: RoleModel) -> dict[int, HeldModel]:
-        """Returns each rank's part of a model; ranks without a part are omitted."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp

@@ -18,6 +18,7 @@ from hybridrl.config.roles import RunModels
 from hybridrl.config.rules_numerics import gpu_numerics_rules
 from hybridrl.config.rules_optimizer import is_written_from_copies
 from hybridrl.config.rules_placement import placed
+from hybridrl.config.rules_quantization import quantization_rules
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine.planning.frozen import without
@@ -27,15 +28,18 @@ from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import positions_summary
-from hybridrl.models.family import ModelShape, read_model
+from hybridrl.models.family import read_model
 from hybridrl.models.trainable import frozen_names, synced_family, trained_summary
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.host_gpus import Host
-from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.model_rules import held_family, merging_notice
+from hybridrl.rollout.model_rules import (
+    held_family,
+    merging_notice,
+    quantized_model_rules,
+)
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
-from hybridrl.services.planner.estimate import estimate
+from hybridrl.services.planner.estimate import Estimate, estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict
 from hybridrl.services.planner.hardware import Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.image_costs import images_report
@@ -53,12 +57,13 @@ from hybridrl.services.planner.phase_memory import (
 from hybridrl.services.planner.place import Placed, choices, held_by_ranks, place_models
 from hybridrl.services.planner.plan_text import order_reason
 from hybridrl.services.planner.planned_models import planned_models
-from hybridrl.services.planner.quantization_note import quantization_note
 from hybridrl.services.planner.times import engine_note
 
 # Rates on CPU: for gloo over loopback, and for copies within a rank.
 GLOO_BYTES_PER_S = 1e9
 CPU_COPY_BYTES_PER_S = 8e9
+QUANTIZATION = "rollout.quantization"
+PAYS = 0.95  # maximum ratio of step times at which FP8 is advised; it also changes samples
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 SECTIONS = ("train", "rollout", "reshard", "memory")
 # Keys of the report in addition to the sections and the violations.
@@ -81,10 +86,7 @@ ADDED = (
 
 
 def plan_report(
-    config: Config,
-    world_size: int,
-    given: ClusterFile | None = None,
-    host: Host | None = None,
+    config: Config, world_size: int, given: ClusterFile | None = None, host: Host | None = None
 ) -> tuple[dict[str, Any], list[UserError]]:
     """Returns the report and the violations, with which all other values in it are None."""
     host = host or Host()
@@ -155,7 +157,11 @@ def _report(
     else:
         verdict = cpu_verdict(found)
     expert_axes = ("etp", "edp") if shape.moe else ()
+    shared = assumed if placement.is_shared else None
     order, layout, memories = laid.layout.order, laid.best.layout, [one.memory for one in found]
+    reason = order_reason(
+        config.train.order, order, laid.choice, itemsize, placement.is_shared, bool(expert_axes)
+    )
     return {
         "fits": verdict["fits"],
         "verdict": verdict,
@@ -164,23 +170,11 @@ def _report(
         "positions": positions_summary(hf_config, config.longest_sequence()),
         "trained": trained_summary(frozen_names(config.train.freeze, shape), family, shape) or None,
         "lora": _lora(config, roles, laid, itemsize, node),
-        "update_positions": _update_positions(config, shape, laid.layout),
+        "update_positions": positions_of_update(config, shape, laid.layout),
         "images": images_report(config, shape.vision, itemsize),
-        "optimizer": optimizer_report(
-            config, roles, machines.num_ranks, assumed if placement.is_shared else None
-        ),
+        "optimizer": optimizer_report(config, roles, machines.num_ranks, shared),
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
-        "order": {
-            "axes": order,
-            "reason": order_reason(
-                config.train.order,
-                order,
-                laid.choice,
-                itemsize,
-                placement.is_shared,
-                shape.moe is not None,
-            ),
-        },
+        "order": {"axes": order, "reason": reason},
         "rollout": {
             "engine": config.rollout.engine,
             "tp": layout.tp,
@@ -202,9 +196,7 @@ def _peaks(
     config: Config, memories: Sequence[Memory], num_hosts: int, on_gpu: bool
 ) -> dict[str, Any]:
     replay, saved = memories[0].replay, max(memory.saved for memory in memories)
-    copied = (
-        locked_bytes(saved) if on_gpu else saved
-    )  # GPU tensors are copied to page-locked memory
+    copied = locked_bytes(saved) if on_gpu else saved  # GPU tensors: to page-locked memory
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
@@ -223,12 +215,35 @@ def _step(
     if assumed is None or not placement.is_shared:
         return None
     found = estimate(config, roles, placement.num_ranks, assumed)
-    notes = (
-        engine_note(config),
-        quantization_note(config, roles, placement.num_ranks, assumed, found),
-    )
-    note = "; ".join(note for note in notes if note) or None
+    advice = _quantization_note(config, roles, placement.num_ranks, assumed, found)
+    note = "; ".join(filter(None, (engine_note(config), advice))) or None
     return {"predicted_s": found.times.step, "phases_s": asdict(found.times), "note": note}
+
+
+def _quantization_note(
+    config: Config,
+    models: Sequence[RoleModel],
+    world_size: int,
+    assumed: Assumptions,
+    found: Estimate,
+) -> str | None:
+    """Returns advice on `rollout.quantization`; None if it is the faster value or FP8 cannot be."""
+    needs, is_on = config.algorithm.needs, config.rollout.quantization == "fp8"
+    if (needs and not needs.rollouts) or not ENGINES[config.rollout.engine].quantizes:
+        return None
+    other = config.with_values({QUANTIZATION: "none" if is_on else "fp8"})
+    family, shape = models[0].family, models[0].shape
+    rules = quantized_model_rules(other.rollout, other.train, family, shape)
+    if any(quantization_rules(other, "bfloat16")) or any(rules):
+        return None
+    changed = estimate(other, models, world_size, assumed)
+    before, after = found.times.step, changed.times.step
+    if is_on and after <= before:
+        gain = f"a step of {before:.1f} s would take {after:.1f} s with {QUANTIZATION}=none"
+        return f"{QUANTIZATION}=fp8 does not pay here: {gain}"
+    if not is_on and after < PAYS * before and changed.spare_bytes >= 0:
+        return f"with {QUANTIZATION}=fp8 a step would take {after:.1f} s instead of {before:.1f} s"
+    return None
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:
@@ -250,13 +265,6 @@ def _memories(
         )
         for ranks, held in held_by_ranks(models, laid, itemsize, transport)
     ]
-
-
-def _update_positions(
-    config: Config, shape: ModelShape, layout: TrainLayout
-) -> dict[str, int] | None:
-    found = positions_of_update(config, shape, layout)
-    return None if found is None else dict(zip(("computed", "unshared"), found, strict=True))
 
 
 def _lora(
@@ -312,11 +320,7 @@ def _cluster_report(
 
 
 def _reshard(
-    config: Config,
-    laid: Placed,
-    plan: Plan,
-    itemsize: int,
-    assumed: Assumptions | None,
+    config: Config, laid: Placed, plan: Plan, itemsize: int, assumed: Assumptions | None
 ) -> dict[str, Any]:
     shared = [itemsize * elements for elements in laid.shared]
     layout = laid.layout
@@ -352,9 +356,7 @@ def _predicted_ms(
 def _transport_rules(config: Config, assumed: Assumptions | None) -> Iterator[UserError]:
     if config.rollout.transport == "peer" and assumed is not None and assumed.cluster.nodes > 1:
         found = assumed.cluster
-        allowed = (
-            f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs, because ranks "
-            "can only read memory on their own node"
-        )
+        reason = "because ranks can only read memory on their own node"
+        allowed = f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs, {reason}"
         remedy = "Set rollout.transport=auto, or correct gpus_per_node in --cluster FILE."
         yield UserError("rollout.transport", "peer", allowed, remedy)

@@ -17,21 +17,19 @@ from hybridrl.config.rules_optimizer import LEVEL_KEY, LEVELS, allowed_levels
 from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError, UserError
-from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
+from hybridrl.services.planner.alike import layout_of
 from hybridrl.services.planner.estimate import Estimate, estimate
-from hybridrl.services.planner.fit import Changes, with_margin
+from hybridrl.services.planner.fit import Changes, model_rules, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
-from hybridrl.services.planner.model_rules import model_rules
 from hybridrl.services.planner.phase_memory import RoleModel
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
 MOST_BUDGET, ROUND = 2**17, 64  # budgets are rounded up to a multiple of ROUND, for padding
 RECOMPUTE = ("none", "selective", "full")
-# Context parallelism is tried only for sequences of at least LONG_SEQUENCE tokens, and never with
-# less than LEAST_PART tokens per rank.
+# Context parallelism: from LONG_SEQUENCE tokens on, with LEAST_PART per rank or more.
 LONG_SEQUENCE, LEAST_PART = 8192, 2048
 MOST_NODES_OF_ENGINE, MOST_STAGES = 4, 64
 LAYOUT_KEYS = tuple(
@@ -48,7 +46,6 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Predicted duration of a step in seconds."""
         return self.found.times.step
 
     def rank(self) -> tuple[int, float, int]:
@@ -74,11 +71,8 @@ class Result:
 
 def pinned_keys(config: Config) -> set[str]:
     """Returns those keys that the search could choose but the configuration sets."""
-    found = set()
-    for key in CHOSEN_KEYS:
-        section, _, name = key.partition(".")
-        if name in getattr(config, section).model_fields_set:
-            found.add(key)
+    keys = ((key, *key.split(".")) for key in CHOSEN_KEYS)
+    found = {key for key, section, name in keys if name in config.value(section).model_fields_set}
     return found - set(config.layout.chosen_keys if config.layout.chosen_for else ())
 
 
@@ -93,7 +87,6 @@ class Search:
     assumed: Assumptions
 
     def run(self) -> Result:
-        """Evaluates every layout."""
         result, known = Result(), dict[tuple[Any, ...], list[UserError]]()
         for layout in self._layouts():
             errors = self._violations(layout, known)
@@ -128,7 +121,7 @@ class Search:
             "rollout.ep": [1, 0] if experts and engine.is_expert_parallel else [1],
         }
         pinned = pinned_keys(config)
-        values = [[_value(config, key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
+        values = [[config.value(key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
         for chosen in product(*values):
             layout = dict(zip(LAYOUT_KEYS, chosen, strict=True))
             if layout["rollout.ep"] == 0:  # 0 stands for whole experts on each rank
@@ -141,7 +134,6 @@ class Search:
     def _violations(
         self, layout: Changes, known: dict[tuple[Any, ...], list[UserError]]
     ) -> list[UserError]:
-        """Returns the rules that a layout violates; caches them by training and rollout layout."""
         found: list[UserError] = []
         for section in ("train", "rollout"):
             part = {key: size for key, size in layout.items() if key.startswith(section)}
@@ -152,19 +144,14 @@ class Search:
                     plain["train.vpp"] = 1
                 roomy = {"train.micro_batch_tokens": max(self._budgets(1))}
                 config = self.config.with_values({**plain, **part, **roomy})
-                known[at] = check(
-                    config,
-                    self.world_size,
-                    self.hf_config,
-                    machines=Machines(self.world_size, self.assumed.cluster.gpus_per_node),
-                ) or list(model_rules(config, self.models[0], self.hf_config))
+                machines = Machines(self.world_size, self.assumed.cluster.gpus_per_node)
+                broken = check(config, self.world_size, self.hf_config, machines=machines)
+                known[at] = broken or [*model_rules(config, self.models[0], self.hf_config)]
             found += known[at]
         return found
 
     def _judge(self, layout: Changes, result: Result) -> None:
-        train = self.config.with_values(layout).train
-        sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
-        dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
+        dp = layout_of(self.config.with_values(layout), self.world_size).dp
         judged = [
             Candidate(changes, found)
             for budget in self._budgets(dp)
@@ -186,9 +173,7 @@ class Search:
         # A level that was chosen earlier may change.
         is_free = LEVEL_KEY not in pinned
         levels = allowed_levels(self.config.with_values({LEVEL_KEY: "auto"} if is_free else {}))
-        recomputes: Sequence[str] = RECOMPUTE
-        if "train.recompute" in pinned:
-            recomputes = (train.recompute,)
+        recomputes = (train.recompute,) if "train.recompute" in pinned else RECOMPUTE
         for level in levels:
             for recompute in recomputes:
                 saving = {"train.recompute": recompute, LEVEL_KEY: level}
@@ -198,8 +183,7 @@ class Search:
                 if found.spare_bytes >= 0 or recompute == recomputes[-1]:
                     yield tried, found
                     break
-                memory = found.memory
-                if with_margin(memory.train) <= self.assumed.gpu_memory_bytes:
+                if with_margin(found.memory.train) <= self.assumed.gpu_memory_bytes:
                     break  # the rollout phase is too large, and recomputation does not affect it
 
     def _budgets(self, dp: int) -> list[int]:
@@ -223,8 +207,3 @@ class Search:
             }
         )
         return found or [longest]
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)

@@ -43,7 +43,6 @@ def search_report(
 
 
 def search_text(report: dict[str, Any]) -> str:
-    """Returns the report as text."""
     return "\n".join(_lines(report))
 
 

@@ -119,21 +119,13 @@ def _thin(family: Family, shape: ModelShape) -> _Thin:
     for layer in range(shape.num_layers):
         has = tuple(row.layers is None or layer in row.layers for row in of_layers)
         kinds.append(first.setdefault(has, layer))
-    kept = [
-        replace(
-            row,
-            layers=tuple(
-                kind for kind in first.values() if row.layers is None or kind in row.layers
-            ),
-        )
-        for row in of_layers
-    ]
+    kept = []
+    for row in of_layers:
+        layers = (kind for kind in first.values() if row.layers is None or kind in row.layers)
+        kept.append(replace(row, layers=tuple(layers)))
     outside = tuple(row for row in rows if row.stage != "layer")
-    return _Thin(
-        replace(family, rows=lambda _: outside),
-        replace(family, rows=lambda _: tuple(kept)),
-        tuple(kinds),
-    )
+    of_kinds = replace(family, rows=lambda _: tuple(kept))
+    return _Thin(replace(family, rows=lambda _: outside), of_kinds, tuple(kinds))
 
 
 def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, tuple[int, int]]:

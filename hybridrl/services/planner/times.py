@@ -37,11 +37,9 @@ from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsi
 # hidden size.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # Per logit: fp32 logits are written and read in chunks.
-# Bytes per gathered token and expert: an fp32 weight, and a flag whether the expert is selected
-# (dispatch.py).
+# Bytes per gathered token and expert: an fp32 weight, and a flag (dispatch.py).
 ROUTER_BYTES = 4 + 1
-# A micro-batch's matrix products take as long as if the micro-batch had LOST_TOKENS more tokens and
-# ran at full rate.
+# A micro-batch's products take as long as at full rate with LOST_TOKENS more tokens.
 LOST_TOKENS = 850.0
 # Rate of the experts' grouped matrix products, as a share of the rate of large matrix products.
 EXPERTS_SHARE = 0.6
@@ -114,7 +112,6 @@ class Times:
 
     @property
     def step(self) -> float:
-        """Duration of the whole step in seconds."""
         return sum(getattr(self, one.name) for one in fields(self))
 
 
@@ -143,9 +140,7 @@ def packs(
     prompt, response = lengths.prompt, lengths.response
     group = min(per_prompt, samples) if shares_prompts(config, shape, cp) else 1
     pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
-    each = ceil(
-        group / pieces
-    )  # samples per unit; each but the first repeats the prompt's last token
+    each = ceil(group / pieces)  # samples per unit; each but the first repeats the last token
     unit = prompt + each * response + each - 1
     num_units = ceil(samples / group) * pieces
     num_micro = ceil(num_units / max(1, budget // unit))
@@ -191,7 +186,6 @@ class PassTimes:
     adapter_params: int = 0
 
     def forward_s(self, found: Packs) -> float:
-        """Returns the time of a forward pass over all micro-batches."""
         return PASS_S + self._passes_s(found, 1.0, self._host_s()[0])
 
     def update_s(
@@ -204,7 +198,8 @@ class PassTimes:
     ) -> float:
         """Returns the time of passes over all micro-batches, with the needed backward `shares`."""
         forward, backward = self._host_s()
-        factor = 1 + self._backward() * (shares.flow + shares.weights) / 2
+        of_backward = BACKWARD if self.shape.moe is None else BACKWARD_EXPERTS
+        factor = 1 + of_backward * (shares.flow + shares.weights) / 2
         if recompute == "full":
             factor, backward = factor + 1, backward + forward + HOST_AGAIN_S
         elif recompute == "selective":
@@ -216,12 +211,10 @@ class PassTimes:
 
     def optimizer_s(self, level: OptimizerLevel, num_trained: int, num_updated: int) -> float:
         """Returns the time of gradient reduction, optimizer step and parameter gather."""
-        layout = self.layout
-        replicas = layout.dp * layout.cp
+        replicas = self.layout.dp * self.layout.cp
         moved = num_trained * (4 + 2) * (replicas - 1) / replicas
-        spread = layout.tp * replicas
-        rate = self._rate(spread)
-        return UPDATE_S + adam_s(level, num_updated, self.assumed) + moved / rate
+        moved_s = moved / self._rate(self.layout.tp * replicas)
+        return UPDATE_S + adam_s(level, num_updated, self.assumed) + moved_s
 
     def muon_s(self, model: RoleModel, num_trained: int) -> float:
         """Returns the time to gather and orthogonalize the updates of matrices."""
@@ -235,9 +228,7 @@ class PassTimes:
         """`factor`, `of_tower`: costs as multiples of forward passes; `host_s`: of one layer."""
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
-        largest = (
-            ceil(self.shape.num_layers / stages) / self.shape.num_layers
-        )  # fraction of all layers that the largest stage contains
+        largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # stage's share
         per_micro = (layers * largest + head) * factor + of_tower * self._tower_s(found.tower)
         per_micro /= found.num_micro
         host = host_s * self.shape.num_layers * largest
@@ -296,8 +287,7 @@ class PassTimes:
         if layout.tp > 1:  # all tokens are gathered twice and scattered twice
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
             total += sent / self._collective_rate(layout.tp)
-        # Keys and values are passed around a ring; half of the transfer time overlaps with
-        # attention.
+        # Half of the time in which keys and values go around a ring overlaps with attention.
         if layout.cp > 1:
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
@@ -313,14 +303,9 @@ class PassTimes:
         return total * shape.num_layers
 
     def _head_s(self, found: Packs) -> float:
-        layout, outputs = self.layout, self.head_size
-        flops = 2.0 * self.shape.hidden_size * outputs * found.head_tokens
-        traffic = LOGIT_BYTES * outputs * found.head_tokens
-        cut = layout.tp * layout.cp
+        logits, cut = self.head_size * found.head_tokens, self.layout.tp * self.layout.cp
+        flops, traffic = 2.0 * self.shape.hidden_size * logits, LOGIT_BYTES * logits
         return (flops / self._matrix_rate + traffic / self._memory_rate) / cut
-
-    def _backward(self) -> float:
-        return BACKWARD if self.shape.moe is None else BACKWARD_EXPERTS
 
     def _host_s(self) -> tuple[float, float]:
         if self.shape.moe is None:
@@ -329,17 +314,13 @@ class PassTimes:
 
     def _rate(self, group: int) -> float:
         cluster = self.assumed.cluster
-        within = cluster.link_rate
-        return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
+        is_near = group <= cluster.gpus_per_node
+        return cluster.link_rate if is_near else cluster.node_rate / cluster.gpus_per_node
 
     def _collective_rate(self, group: int) -> float:
-        if group > self._node:
+        if group > self.assumed.cluster.gpus_per_node:
             return FAR_SHARE * self._rate(group)
         return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)
-
-    @property
-    def _node(self) -> int:
-        return self.assumed.cluster.gpus_per_node
 
     @property
     def _matrix_rate(self) -> float:
@@ -402,8 +383,7 @@ def generation_s(
         work = work_for_prompts(config, shape.vision, num_prompts)
         prefill_s += work.flops / tp / (TOWER_SHARE * matrix) + work.traffic / tp / memory
         prefill_s += num_prompts * image_tokens(config, shape.vision) * IMAGE_TOKEN_S
-    # A decoding step reads only the embedding rows of its tokens, unless the embedding is also the
-    # output layer.
+    # A decoding step reads only its tokens' rows of an embedding that is no output layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory
@@ -454,17 +434,10 @@ def step_times(
         update += updates * (update_s + step_s)
     generation = reshard = 0.0
     if has_rollouts:
-        policy = models[0]
-        sent = held_family(config.rollout.engine, policy.family, policy.shape)
+        sent = held_family(config.rollout.engine, models[0].family, shape)
+        adapters = num_active_adapter_parameters(sent, shape) if sent.lora else 0
         generation = generation_s(
-            config,
-            policy.shape,
-            lengths,
-            assumed,
-            layout.world_size,
-            engine_bytes,
-            max_requests,
-            num_active_adapter_parameters(sent, policy.shape) if sent.lora else 0,
+            config, shape, lengths, assumed, layout.world_size, engine_bytes, max_requests, adapters
         )
         reshard = _reshard_s(assumed, synced_bytes, crossing_bytes)
     return Times(generation, scoring, update, reshard)

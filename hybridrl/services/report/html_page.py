@@ -51,9 +51,7 @@ TEMPLATE = """<!doctype html>
 
 
 def write_report(
-    run_dir: str | Path,
-    *other_dirs: str | Path,
-    planned_gib: Sequence[Mapping[str, float]] = (),
+    run_dir: str | Path, *other_dirs: str | Path, planned_gib: Sequence[Mapping[str, float]] = ()
 ) -> Path:
     """Writes `report.html`, or `comparison.html` of several runs; DataError without metrics."""
     folders = [Path(run_dir), *map(Path, other_dirs)]
@@ -70,13 +68,9 @@ def page_data(
     names = [folder.resolve().name for folder in folders]
     letters = [chr(ord("A") + number) for number in range(26)]
     labels = [f"{letter}: {name}" for letter, name in zip(letters, names, strict=False)]
+    labels = labels if len(folders) > 1 else names
     planned = [*planned_gib, *[{}] * (len(folders) - len(planned_gib))]
-    runs = [
-        read_run(folder, label, memory)
-        for folder, label, memory in zip(
-            folders, labels if len(folders) > 1 else names, planned, strict=True
-        )
-    ]
+    runs = list(map(read_run, folders, labels, planned))
     return {
         "title": names[0] if len(names) == 1 else " and ".join(names),
         "summary": [list(_rows([of(run) for run in runs])) for of in (_facts, _results)],
@@ -170,10 +164,8 @@ def _facts(run: RunData) -> dict[str, str]:
     engine = config.of("rollout.engine")
     ranks = last.get("world_size")
     sizes = [config.joined("train", ("tp", "pp", "vpp", "cp", "ep")), _data_parallel(config, ranks)]
-    layout = [
-        ", ".join(filter(None, sizes)),
-        f"{engine}: {config.joined('rollout', ('tp', 'ep'))}" if engine else "",
-    ]
+    of_engine = f"{engine}: {config.joined('rollout', ('tp', 'ep'))}" if engine else ""
+    layout = [", ".join(filter(None, sizes)), of_engine]
     hardware = f"{ranks} × {noted('device')}" if ranks else ""
     hosts = last.get("hosts")
     steps = run.records[-1]["step"]
@@ -195,7 +187,6 @@ def _facts(run: RunData) -> dict[str, str]:
 
 
 def _data_parallel(config: _Config, ranks: object) -> str:
-    """Returns the data parallel size as text; "" if it is 1, or if roles have their own ranks."""
     has_own = any(v is not None for k, v in config.values.items() if k.endswith(".ranks"))
     split = [config.values.get(f"train.{axis}", 1) for axis in ("tp", "pp", "cp")]
     if has_own or not isinstance(ranks, int) or not all(isinstance(size, int) for size in split):

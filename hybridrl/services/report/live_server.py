@@ -77,15 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         host = self.headers.get("Host", "")
         if host.partition(":")[0] not in NAMES:
-            self._answer(
-                403, "text/plain", b"Use http://localhost or http://127.0.0.1 with this port.\n"
-            )
+            found = b"Use http://localhost or http://127.0.0.1 with this port.\n"
+            self._answer(403, "text/plain", found)
         elif self.path not in ("/", "/data.json"):
-            self._answer(
-                404,
-                "text/plain",
-                b"Not found. Available: / (the page) and /data.json (its data).\n",
-            )
+            found = b"Not found. Available: / (the page) and /data.json (its data).\n"
+            self._answer(404, "text/plain", found)
         else:
             try:
                 tag, data = self.live.newest()

@@ -56,7 +56,6 @@ class RunData:
         return {name for record in self.records for name in record} - {"step"}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the data that the page draws."""
         steps = [int(record["step"] or 0) for record in self.records]
         return {
             "label": self.label,
@@ -103,16 +102,10 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 def _measured_before(summary: Mapping[str, Any]) -> Record:
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
-        _metric(name) + ending: value
+        f"eval/{name.removeprefix(VALIDATION).removeprefix('eval_')}{ending}": value
         for (name, before, ending), value in parts
         if before and (value is None or type(value) in (int, float))
     }
-
-
-def _metric(name: str) -> str:
-    if name == "eval_reward":
-        return "eval/reward"
-    return f"eval/{name.removeprefix(VALIDATION)}"
 
 
 def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybridrl.metrics.values import ACCURACY, PHASES, SKIPPED
+from hybridrl.services.report.page_data import evenly
 
 Kind = Literal["lines", "stack"]
 
@@ -40,6 +41,7 @@ class Plot:
         found = {label: name for label, name in self.metrics.items() if name in names}
         if not found:
             return None
+        errors = {name: error for name, error in self.errors.items() if error in names}
         return {
             "title": self.title,
             "unit": self.unit,
@@ -50,18 +52,18 @@ class Plot:
             "levels": self.levels,
             "whole": self.whole,
             "series": [
-                {"label": label, "metric": name, "error": self._error(name, names)}
+                {"label": label, "metric": name, "error": errors.get(name)}
                 for label, name in found.items()
             ],
         }
 
-    def _error(self, name: str, names: Collection[str]) -> str | None:
-        error = self.errors.get(name)
-        return error if error in names else None
-
 
 def _by_phase(prefix: str, phases: Iterable[str]) -> dict[str, str]:
     return {phase: f"{prefix}/{phase}" for phase in phases}
+
+
+def _share(title: str, metrics: Mapping[str, str]) -> Plot:
+    return Plot(title, metrics, "share", starts_at_zero=True)
 
 
 WORK = ("generate", "logprobs", "update")
@@ -84,11 +86,9 @@ LEARNING = (
     Plot("Entropy", {"entropy": "policy/entropy"}, "nats"),
     Plot("Gradient norm", {"policy": "policy/grad_norm", "critic": "critic/grad_norm"}),
     Plot("Learning rate", {"policy": "policy/learning_rate", "critic": "critic/learning_rate"}),
-    Plot(
+    _share(
         "Tokens whose ratio was clipped",
         {"policy": "policy/clip_fraction", "critic": "critic/clip_fraction"},
-        "share",
-        starts_at_zero=True,
     ),
     Plot("Loss on held-out rows", {"loss": "eval/loss"}, "nats"),
     Plot("Perplexity on held-out rows", {"perplexity": "eval/perplexity"}, is_log=True),
@@ -96,18 +96,8 @@ LEARNING = (
 )
 SAMPLING = (
     Plot("Response length", {"mean": "response_tokens/mean"}, "tokens"),
-    Plot(
-        "Responses cut off at the token limit",
-        {"share": "response_tokens/truncated"},
-        "share",
-        starts_at_zero=True,
-    ),
-    Plot(
-        "Prompts whose advantages are all 0",
-        {"share": "reward/uniform_groups"},
-        "share",
-        starts_at_zero=True,
-    ),
+    _share("Responses cut off at the token limit", {"share": "response_tokens/truncated"}),
+    _share("Prompts whose advantages are all 0", {"share": "reward/uniform_groups"}),
     Plot(
         "Age of the weights that generated the samples",
         {"mean": "lag/mean", "largest": "lag/max"},
@@ -166,7 +156,7 @@ SPEED = (
         "tokens / s / GPU",
         starts_at_zero=True,
     ),
-    Plot("Time that engines wait", {"share": "generate/idle_share"}, "share", starts_at_zero=True),
+    _share("Time that engines wait", {"share": "generate/idle_share"}),
     Plot(
         "Model FLOPs, share of the GPUs' peak (MFU)",
         _by_phase("mfu", (*WORK, "step")),
@@ -227,9 +217,7 @@ def _speed(names: Collection[str]) -> Sequence[Plot]:
 def _by_layer(names: Collection[str], title: str, name: str, unit: str) -> Plot:
     prefix = f"{name}/layer_"
     layers = sorted(int(key.removeprefix(prefix)) for key in names if key.startswith(prefix))
-    if len(layers) > MOST_LAYERS:
-        last = len(layers) - 1
-        layers = [layers[round(i * last / (MOST_LAYERS - 1))] for i in range(MOST_LAYERS)]
+    layers = evenly(layers, MOST_LAYERS)
     return Plot(title, {f"layer {layer}": f"{prefix}{layer}" for layer in layers}, unit)
 
 
@@ -271,7 +259,7 @@ def _environment(names: Collection[str], source: str) -> list[Plot]:
     return [
         Plot("Per response", full(counts)),
         Plot("Duration of an episode", full(seconds), "s"),
-        Plot("Responses that were cut off or failed", full(shares), "share", starts_at_zero=True),
+        _share("Responses that were cut off or failed", full(shares)),
         Plot("Counted events", full(rest), "events"),
     ]
 
@@ -283,15 +271,12 @@ def _evaluations(names: Collection[str]) -> list[Plot]:
         if parts[0] != "eval" or name == ACCURACY or name.endswith("_stderr"):
             continue
         found.setdefault(parts[-1], {})["/".join(parts[1:-1]) or "held-out"] = name
-    return [
-        Plot(
-            f"Evaluation: {what.replace('_', ' ')}",
-            lines,
-            errors={name: f"{name}_stderr" for name in lines.values()},
-        )
-        for what, lines in found.items()
-        if what != "majority" or len(lines) > 1
-    ]
+    plots = []
+    for what, lines in found.items():
+        if what != "majority" or len(lines) > 1:
+            errors = {name: f"{name}_stderr" for name in lines.values()}
+            plots.append(Plot(f"Evaluation: {what.replace('_', ' ')}", lines, errors=errors))
+    return plots
 
 
 def _others(names: Collection[str], shown: Collection[str]) -> list[Plot]:

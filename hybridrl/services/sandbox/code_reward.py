@@ -69,20 +69,17 @@ class RunResult:
 class Code:
     """Scores a program by the share of the row's tests that it passes.
 
-    The program is the last ``` block of the response, or the whole response if there is none. The
-    row's tests are a text with assert statements, a list of such texts, or a list of `{"input",
-    "output"}` for standard input and output (compared without trailing white space). Asserts run in
-    a separate process (judge.py). A program that exits before its asserts have run fails them.
+    The program is the last ``` block of the response, or the whole response. The row's tests are a
+    text with assert statements, a list of such texts, or a list of `{"input", "output"}` for
+    standard input and output (without trailing white space). Asserts run in a separate process
+    (judge.py). A program that exits before its asserts have run fails them.
 
     Args:
         tests_key: Column that contains the tests.
-        partial: Whether the score is the share of passed tests. If not, the score is 1 if all tests
-            passed and 0 otherwise.
+        partial: Whether the score is the share of passed tests, rather than 1 if all passed or 0.
         time_s: Wall-clock limit for one run, in whole seconds.
-        memory_mib, disk_mib, processes: Limits on memory per process (MiB), files (MiB) and the
-            number of processes.
-        readable: Absolute paths of files and folders that programs and tests may read, in addition
-            to Python, its packages and the system's libraries.
+        memory_mib, disk_mib, processes: Limits per process, on files, and on their number.
+        readable: Absolute paths that programs and tests may read besides Python and libraries.
 
     Raises:
         UserError: This host cannot isolate programs, or an option is invalid.
@@ -102,12 +99,8 @@ class Code:
         readable: Sequence[str] = (),
     ) -> None:
         self._key, self._partial, self._readable = tests_key, partial, readable
-        self._limits = {
-            "time_s": time_s,
-            "memory_mib": memory_mib,
-            "disk_mib": disk_mib,
-            "processes": processes,
-        }
+        limits = {"time_s": time_s, "memory_mib": memory_mib, "disk_mib": disk_mib}
+        self._limits = {**limits, "processes": processes}
         for name, value in self._limits.items():
             if not isinstance(value, int) or value < 1:
                 raise UserError(
@@ -205,8 +198,7 @@ def run_program(
             start_new_session=True,
         )
         try:
-            # The sandbox enforces time_s. This later deadline applies only if the sandbox itself
-            # hangs.
+            # The sandbox enforces time_s; this deadline is for a sandbox that hangs itself.
             output, error, is_cut = _read(process, time.monotonic() + limits["time_s"] + 5)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -261,7 +253,6 @@ def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:
-    """Returns a process's output, and whether it exceeded its size or time limit."""
     assert process.stdout is not None and process.stderr is not None
     found = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = found
@@ -292,12 +283,10 @@ def _tests(given: object, key: str, prompt: str) -> Sequence[str | Mapping[str, 
         for test in tests
     )
     if not is_right or not tests:
-        raise DataError(
-            f"column {key!r} of {prompt[:40]!r}",
-            MISSING if given is None else f"{str(given)[:60]!r}",
-            'a text with asserts, a list of such texts, or a list of {"input", "output"}',
-            "Fix the row, or set reward.options.tests_key.",
-        )
+        name, found = f"column {key!r} of {prompt[:40]!r}", f"{str(given)[:60]!r}"
+        allowed = 'a text with asserts, a list of such texts, or a list of {"input", "output"}'
+        remedy = "Fix the row, or set reward.options.tests_key."
+        raise DataError(name, MISSING if given is None else found, allowed, remedy)
     return tests  # type: ignore[return-value]
 
 

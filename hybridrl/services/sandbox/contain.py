@@ -3,16 +3,13 @@
 The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
 namespace). It builds a new root directory with the interpreter, the system's libraries and a few
 devices (all read-only), and FOLDER, a small file system in memory. One or two roles run in this
-root. Each role has its own process namespace and resource limits, no privileges, and access only to
-the system calls listed in syscalls.py. The roles are the program, and its tests if it has any
-(judge.py); the tests call the program through two pipes (program.py).
+root, each with its own process namespace and limits, no privileges, and the system calls of
+syscalls.py: the program, and its tests if any (judge.py), which call it through two pipes.
 
 When process 1 of a namespace ends, the kernel kills all its processes. Process 1 dies with the
-outer process, and the outer process dies with its parent. Therefore neither daemons nor fork bombs
-survive.
-
-bubblewrap would replace only `_build_root` and `_enter_namespaces` (docs/adr/0008). Requires Linux
-5.12, or 5.14 without root.
+outer process, and that with its parent, so neither daemons nor fork bombs survive. bubblewrap would
+replace only `_build_root` and `_enter_namespaces` (docs/adr/0008). Linux 5.12, or 5.14 without
+root.
 """
 
 from __future__ import annotations
@@ -35,14 +32,8 @@ TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any
 
-NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
-    0x00020000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-    0x08000000,
-    0x04000000,
-)
+NEWNS, NEWUSER, NEWPID = 0x00020000, 0x10000000, 0x20000000
+NEWNET, NEWIPC, NEWUTS = 0x40000000, 0x08000000, 0x04000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 1, 2
@@ -143,12 +134,9 @@ def _enter_namespaces() -> bool:
     own_user = uid == 0 and _has_users()
     _check(libc.unshare(spaces if own_user else spaces | NEWUSER), "unshare")
     if not own_user:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{USER} {uid} 1"),
-            ("gid_map", f"{USER} {gid} 1"),
-        ):
-            _text(f"/proc/self/{name}", text)
+        _text("/proc/self/setgroups", "deny")
+        _text("/proc/self/uid_map", f"{USER} {uid} 1")
+        _text("/proc/self/gid_map", f"{USER} {gid} 1")
     libc.sethostname(b"program", 7)
     return own_user
 
@@ -240,7 +228,6 @@ def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
 
 
 def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
-    """Runs the program as a child of process 1, reaps orphans, and exits with its code."""
     failed, failing = os.pipe()  # closed when the program starts (exec)
     running = os.fork()
     if not running:
@@ -345,12 +332,9 @@ def _code(status: int) -> int:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    of_kind = kind.encode() if kind else None
     done = libc.mount(
-        source.encode(),
-        target.encode(),
-        kind.encode() if kind else None,
-        ctypes.c_ulong(flags),
-        options.encode(),
+        source.encode(), target.encode(), of_kind, ctypes.c_ulong(flags), options.encode()
     )
     _check(done, f"mount {target}")
 

@@ -2,13 +2,10 @@
 
 Names that the tests do not define refer to the program. Their values arrive as plain copies
 (values.py), or as stand-ins whose calls, attributes and special methods run in the program's
-process (rpc.py). This process evaluates asserts, compares plain values and decides the verdict.
-
-An operator that ran in the program on a plain operand would reveal the expected value. Therefore it
-runs here: on the plain value of the program's object if its class derives from a plain class (list,
-int ...); otherwise it fails, and `==` returns False. Exception: for objects that the tests
-construct through a capitalized name (`Stack()`), operators run in the program, because the tests
-check these operators.
+process (rpc.py). An operator that ran there on a plain operand would reveal the expected value, so
+it runs here: on the plain value of the program's object if its class derives from a plain class
+(list, int ...); otherwise it fails, and `==` returns False. Operators of objects that the tests
+construct through a capitalized name (`Stack()`) run in the program, because the tests check them.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ MUTABLE: dict[type, Name] = {
 }
 # The only special methods of immutable values and errors that run in the program.
 FORWARDED_SPECIALS = ("__str__", "__repr__", "__format__", "__copy__", "__deepcopy__", *METHODS)
-# Names with two underscores that may be read; others may expose memory to libraries
-# (__array_struct__).
+# Readable names with two underscores; others (__array_struct__) may expose memory.
 READABLE = (
     *("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__"),
     *("__annotations__", "__defaults__", "__members__", "__cause__", "__context__", "__notes__"),
@@ -69,7 +65,6 @@ class Mirror(type):
         raise TypeError("a class in the tests cannot derive from a class of the program")
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
-        """Constructs an object in the program."""
         return cls.side.construct(cls, args, kwargs)
 
     def __getattr__(cls, name: str) -> Any:
@@ -104,9 +99,8 @@ class Judge(Peer):
         self._stand_ins: dict[int, Any] = {}  # Stand-ins by the number that the program assigned.
         self._numbers: dict[int, int] = {}  # Numbers of stand-ins, by id.
         self._mutable: dict[int, Name] = {}  # Values of MUTABLE, by id of the derived class.
-        self._direct: set[int] = (
-            set()
-        )  # Numbers of objects that the tests constructed and the program never sent.
+        # Numbers of objects that the tests constructed and the program never sent.
+        self._direct: set[int] = set()
         self._constructors: dict[int, bool] = {}  # Whether all of a class's names are capitalized.
         self._lent: dict[int, str] = {}  # Kinds of objects lent to the program, by id.
         Mirror.side = self
@@ -136,7 +130,6 @@ class Judge(Peer):
         return found
 
     def construct(self, kind: Mirror, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Constructs an object of one of the program's classes."""
         new = self._call_and_track(
             len(self._stand_ins), Yours(self._numbers[id(kind)]), *args, **kwargs
         )
@@ -145,13 +138,11 @@ class Judge(Peer):
         return new
 
     def attribute(self, of: Any, name: str) -> Any:
-        """Returns an attribute of a stand-in."""
         if id(of) not in self._numbers or (name.startswith("__") and name not in READABLE):
             raise AttributeError(name)
         return self.ask(Name("builtins", "getattr"), of, name)
 
     def special(self, name: str, of: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a special method of a stand-in."""
         number = self._numbers[id(of)]
         if name == "__call__":
             return self.ask(Yours(number), *args, **kwargs)
@@ -183,10 +174,8 @@ class Judge(Peer):
         return new
 
     def _local_operator(self, name: str, of: Any, other: Any) -> Any:
-        function = next(
-            (self._mutable[id(kind)] for kind in type(of).__mro__ if id(kind) in self._mutable),
-            None,
-        )
+        known = (self._mutable.get(id(kind)) for kind in type(of).__mro__)
+        function = next(filter(None, known), None)
         if function is not None and name not in IN_PLACE:
             value = self.ask(function, of)
             if type(value) not in MUTABLE:
@@ -382,11 +371,8 @@ class Names(dict):
         self._side = side
         nodes = list(ast.walk(tree))
         used = Counter(n.id for n in nodes if isinstance(n, ast.Name))
-        dotted = Counter(
-            n.value.id
-            for n in nodes
-            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
-        )
+        owners = (n.value for n in nodes if isinstance(n, ast.Attribute))
+        dotted = Counter(n.id for n in owners if isinstance(n, ast.Name))
         bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -29,8 +29,6 @@ MAX_PRINTED = 1 << 20
 
 
 class PrintBuffer(io.BytesIO):
-    """Buffer for the output of one call."""
-
     def write(self, data: Any) -> int:
         """Stores the data. Raises MemoryError beyond MAX_PRINTED bytes in total."""
         if self.tell() + len(data) > MAX_PRINTED:
@@ -52,7 +50,6 @@ class Program(Peer):
         self._test_numbers: dict[int, int] = {}
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends the program."""
         if isinstance(error, BrokenError):  # raised because the tests have ended
             os._exit(0)
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
@@ -85,7 +82,6 @@ class Program(Peer):
         return found
 
     def _class(self, kind: type) -> list[Any]:
-        """Encodes a reference to a class, at first with its name, bases and special methods."""
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
         number = self.export(kind)
@@ -110,12 +106,8 @@ class Program(Peer):
             return of.value(parts[0])(*of.values(parts[1:]))
         number, name = parts[0], parts[1]
         if number not in self._test_objects:
-            create = {
-                "function": self._function,
-                "iterator": self._iterator,
-                "object": self._object,
-            }
-            self._test_objects[number] = create[kind](number, name)
+            kinds = {"function": self._function, "iterator": self._iterator, "object": self._object}
+            self._test_objects[number] = kinds[kind](number, name)
             self._test_numbers[id(self._test_objects[number])] = number
         return self._test_objects[number]
 

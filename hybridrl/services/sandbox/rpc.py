@@ -84,7 +84,6 @@ class Peer:
         return self._export_numbers[id(value)]
 
     def exported(self, number: int) -> Any:
-        """Returns the exported value with this number."""
         return self._exported[number]
 
     def fail(self, error: Exception) -> NoReturn:

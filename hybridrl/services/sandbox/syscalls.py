@@ -1,13 +1,10 @@
 """Defines which system calls a sandboxed program may make, as a seccomp filter for the kernel.
 
-The filter is an allow list. The kernel has about 380 system calls, and new ones are added every
-year. A deny list would have to contain every call that allocates memory without a limit (keys,
-asynchronous I/O contexts, file locks, inotify watches, BPF maps), accesses other processes, or
-exposes a rarely used part of the kernel. The list of calls that CPython, numpy, threads,
-subprocesses and `multiprocessing` need is short, and remains valid on later kernels.
-
-A call that is not in the list fails with ENOSYS, as on an older kernel, so that libraries use their
-fallback. Imports neither torch nor other modules of hybridrl.
+It is an allow list, which remains valid on later kernels: of about 380 calls, CPython, numpy,
+threads, subprocesses and `multiprocessing` need few. A deny list would need every call that
+allocates memory without a limit (keys, asynchronous I/O contexts, locks, inotify, BPF maps) or
+accesses other processes. Other calls fail with ENOSYS, as on an older kernel, so that libraries use
+their fallback.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epo
 epoll_pwait 281 22, epoll_pwait2 441 441, sendto 44 206, recvfrom 45 207, sendmsg 46 211,
 recvmsg 47 212, shutdown 48 210, getsockopt 55 209, getsockname 51 204, getpeername 52 205
 """
-# The same columns for calls that are allowed only with certain arguments, or that fail with another
-# error.
+# The same columns for calls that are limited to some arguments, or fail otherwise.
 OTHERS = """
 clone 56 220, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199, prlimit64 302 261,
 setpriority 141 140, sched_setaffinity 203 122,
@@ -100,8 +96,7 @@ RULES = (
     Rule("setpriority", {0: (0,), 1: (0,)}, errno.EPERM),
     Rule("sched_setaffinity", {0: (0,)}, errno.EPERM),
 )
-# CLONE_NEW* flags, which create namespaces. A tmpfs in a new namespace could use half of the host's
-# memory.
+# CLONE_NEW* flags. A tmpfs in a new namespace could use half of the host's memory.
 NAMESPACES = 0x7E020000
 AF_UNIX, NOT_STREAM = 1, 0xE  # SOCK_STREAM is 1; higher bits are flags
 
@@ -124,8 +119,7 @@ def system_call_filter(machine: str) -> bytes:
     if machine not in AUDIT:
         return b""
     other = numbers(OTHERS, machine)
-    # Offsets into struct seccomp_data: 0 is the call number, 4 the machine type, 16 the first
-    # argument.
+    # Offsets into struct seccomp_data: 0 the call number, 4 the machine, 16 the arguments.
     lines: list[Line] = [
         (LOAD, 0, 0, 4),  # other machine types number the calls differently
         (EQUAL, 1, 0, AUDIT[machine]),
@@ -143,18 +137,9 @@ def system_call_filter(machine: str) -> bytes:
     refuse: Line = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
     allow: Line = (RETURN, 0, 0, ALLOW)
     lines += _for_call(other["clone"], [_load(0), (ANY_BIT, 0, 1, NAMESPACES), refuse, allow])
-    lines += _for_call(
-        other["socketpair"],
-        [
-            _load(0),
-            (EQUAL, 1, 0, AF_UNIX),
-            refuse,
-            _load(1),
-            (ANY_BIT, 0, 1, NOT_STREAM),
-            refuse,
-            allow,
-        ],
-    )
+    is_unix, is_no_stream = (EQUAL, 1, 0, AF_UNIX), (ANY_BIT, 0, 1, NOT_STREAM)
+    pair = [_load(0), is_unix, refuse, _load(1), is_no_stream, refuse, allow]
+    lines += _for_call(other["socketpair"], pair)
     lines.append((RETURN, 0, 0, FAIL_WITH | errno.ENOSYS))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 

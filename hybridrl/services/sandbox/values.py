@@ -18,16 +18,9 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
-    from typing import Any, Protocol
+    from typing import Any
 
-    class References(Protocol):
-        """Encodes and decodes values that are not plain."""
-
-        def encoded(self, value: Any, to: Encoder) -> list[Any]:
-            """Encodes a value that is not plain as JSON."""
-
-        def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-            """Decodes JSON that `encoded` produced on the other side."""
+    from hybridrl.services.sandbox.rpc import Peer
 
 
 # Classes that are identical on both sides: builtin classes of values and errors.
@@ -45,8 +38,7 @@ class BrokenError(Exception):
     """Raised if the other side has ended or violated the protocol."""
 
 
-# Name: a function, class or module on the other side. Yours: an object that the other side exported
-# under a number.
+# Name: of a function, class or module on the other side. Yours: an object exported there.
 Name = namedtuple("Name", ("module", "name"))
 Yours = namedtuple("Yours", ("number",))
 
@@ -66,12 +58,11 @@ ARRAYS = "biufcSUmM"  # kinds of numpy dtypes whose values are plain bytes
 class Encoder:
     """Encodes values as JSON. `objects` lists the mutable containers by number."""
 
-    def __init__(self, others: References, known: list[Any]) -> None:
+    def __init__(self, others: Peer, known: list[Any]) -> None:
         self.objects, self._others, self._num_known = known, others, len(known)
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
     def value(self, value: Any) -> Any:
-        """Encodes one value as JSON."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -95,7 +86,6 @@ class Encoder:
         return self._others.encoded(value, self)
 
     def values(self, values: Any) -> list[Any]:
-        """Encodes several values as JSON."""
         return [self.value(value) for value in values]
 
     def contents(self, value: Any) -> list[Any]:
@@ -175,7 +165,7 @@ EMPTY: dict[str, Callable[[list[Any]], Any]] = {
 class Decoder:
     """Decodes JSON from an Encoder, using the containers that both sides know."""
 
-    def __init__(self, others: References, known: list[Any], added: list[Any]) -> None:
+    def __init__(self, others: Peer, known: list[Any], added: list[Any]) -> None:
         self.objects, self._others = known, others
         first = len(known)
         known += [EMPTY[kind](parts) for kind, *parts in added]
@@ -183,7 +173,6 @@ class Decoder:
             self.fill(number, kind, parts)
 
     def value(self, json_value: Any) -> Any:
-        """Decodes one value."""
         if not isinstance(json_value, list):
             return json_value
         kind, *parts = json_value
@@ -194,11 +183,9 @@ class Decoder:
         return self._others.decoded(kind, parts, self)
 
     def values(self, json_values: list[Any]) -> list[Any]:
-        """Decodes several values."""
         return [self.value(one) for one in json_values]
 
     def fill(self, number: int, kind: str, parts: list[Any]) -> None:
-        """Replaces the contents of a container."""
         into = self.objects[number]
         if kind == "array":
             into[...] = _array(parts[0], parts[1], a2b_base64(parts[2]))

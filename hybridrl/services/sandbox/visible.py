@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# System paths: libraries for the interpreter and its packages, shell programs, time zones, and the
-# number of processors.
+# Libraries of the interpreter and packages, shell programs, time zones, processors.
 SYSTEM = (
     *("/bin", "/lib", "/lib32", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
     *("/usr/local/lib", "/usr/share/zoneinfo", "/nix/store", "/sys/devices/system/cpu"),
@@ -40,8 +39,7 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
     for prefix in prefixes:
         parts = ("lib", "lib64", "pyvenv.cfg", "share/zoneinfo")
         found += [os.path.join(prefix, part) for part in parts]
-    # Other folders in sys.path come from editable installs. Such folders are whole projects and
-    # remain hidden.
+    # Other folders in sys.path are editable installs: whole projects, which stay hidden.
     found += [p for p in path if p.endswith(("site-packages", "dist-packages"))]
     found += [os.path.dirname(file) for file in mapped if ".so" in os.path.basename(file)]
     links: dict[str, str] = {}
@@ -54,7 +52,6 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _library_folders() -> list[str]:
-    """Returns the folders in which the system's dynamic loader searches for libraries."""
     found = []
     for file in [Path("/etc/ld.so.conf"), *Path("/etc/ld.so.conf.d").glob("*.conf")]:
         if file.is_file() and os.access(file, os.R_OK):
