@@ -39,11 +39,16 @@ def vocab_stats(
     cap: float = 0.0,
 ) -> VocabStats:
     """Computes a vocabulary shard's softmax statistics, as `reference.vocab_stats`."""
+    operations = _head_operations(hidden_TD)
+    return operations.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
+
+
+def _head_operations(hidden_TD: torch.Tensor) -> Any:
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs  # torch's CUDA builds bring triton
 
-        return token_logprobs.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
-    return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
+        return token_logprobs
+    return reference
 
 
 def vocab_backward(
@@ -62,12 +67,9 @@ def vocab_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes the shard's part of the gradients, as `reference.vocab_backward`."""
     stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
-    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap, is_trained
-    if hidden_TD.is_cuda:
-        from hybridrl.kernels import token_logprobs
-
-        return token_logprobs.vocab_backward(*arguments)
-    return reference.vocab_backward(*arguments)
+    return _head_operations(hidden_TD).vocab_backward(
+        hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap, is_trained
+    )
 
 
 def draw_rows(
@@ -307,11 +309,15 @@ def rectangle_copies(
 
 def block_maxima(tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> Copies:
     """Prepares the search for the largest magnitude of each block; see `reference.BlockMaxima`."""
+    return _quantizing(device).BlockMaxima(tiles, device, block)
+
+
+def _quantizing(device: torch.device) -> Any:
     if device.type == "cuda":
         from hybridrl.kernels import quantize
 
-        return quantize.BlockMaxima(tiles, device, block)
-    return reference.BlockMaxima(tiles, device, block)
+        return quantize
+    return reference
 
 
 def quantized_copies(
@@ -328,11 +334,7 @@ def quantized_copies(
         programs: Maximum number of Triton programs; None for the whole device.
         block: Rows and columns of a block.
     """
-    if device.type == "cuda":
-        from hybridrl.kernels import quantize
-
-        return quantize.QuantizedCopies(pairs, device, programs, block)
-    return reference.QuantizedCopies(pairs, device, programs, block)
+    return _quantizing(device).QuantizedCopies(pairs, device, programs, block)
 
 
 def fp8_product_fits(num_tokens: int, weight_NK: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from hybridrl.config.agent import NOT_IDENTITY
 from hybridrl.config.files import parse_json, replace_text
 from hybridrl.config.hub import adopted, hub_names, resolved, with_names
-from hybridrl.config.interpolation import digests, dotted, without_secrets
+from hybridrl.config.interpolation import digests, dotted, leaves, without_secrets
 from hybridrl.config.lag import lag_identity
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.config.schema import Config
@@ -121,7 +121,7 @@ def _environment_violations(config: Config) -> list[UserError]:
 
 def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """Returns saved and current values of changed knobs, but for `run` and steps.num_steps."""
-    before, now = (_leaves(section.model_dump(mode="json")) for section in (saved, config))
+    before, now = (leaves(section.model_dump(mode="json")) for section in (saved, config))
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
@@ -129,16 +129,6 @@ def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         and not key.startswith("run.")
         and key != "steps.num_steps"
     }
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -34,6 +34,17 @@ def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
     return found
 
 
+def leaves(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values in nested mappings by dotted key; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
     return [path for path in paths if path[: len(at)] == at]
 

@@ -19,6 +19,7 @@ from hybridrl.config.interpolation import (
     as_written,
     dotted,
     interpolations,
+    leaves,
     places_within,
     value_at,
 )
@@ -240,23 +241,14 @@ def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserErro
         del parts[1]  # the tag of the algorithm, which is not a key
     is_unknown = details["type"] == "extra_forbidden" and parts[0] != "mix"
     if is_unknown and isinstance(content, Mapping):
-        leaves = list(_leaves(content, ".".join(parts)))
-        if ".".join(parts) in SECTIONS_ELSEWHERE or any(counterpart(key) for key in leaves):
+        keys = [*leaves(content, ".".join(parts) + ".")]
+        if ".".join(parts) in SECTIONS_ELSEWHERE or any(counterpart(key) for key in keys):
             sections = ", ".join(Config.model_fields)
-            for key in leaves:
+            for key in keys:
                 remedy = _as_elsewhere(key) or f"Remove it; {OTHER_NAMES} lists counterparts."
                 yield UnknownKeyError(key, "unknown section", sections, remedy)
             return
     yield _violation(details, written)
-
-
-def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-    for name, value in content.items():
-        key = f"{prefix}.{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, key)
-        else:
-            yield key
 
 
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from hybridrl.config.identity import saved_config
 from hybridrl.config.layout import CHOSEN_KEYS
@@ -29,7 +30,7 @@ from hybridrl.services.planner.hardware import (
     assume,
     merged,
 )
-from hybridrl.services.planner.phase_memory import role_models
+from hybridrl.services.planner.phase_memory import RoleModel, role_models
 from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.search import Candidate, Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
@@ -112,6 +113,14 @@ def search(
     section = section or ClusterFile()
     if not asks_for_gpus and host.num_gpus == 0:
         section = ClusterFile(nodes=1, gpus_per_node=world_size, gpu_memory_gib=NO_BOUND_GIB)
+    assumed, roles, hf_config = _inputs(config, section, world_size, host)
+    return Search(config, roles, hf_config, world_size, assumed).run(), assumed
+
+
+def _inputs(
+    config: Config, section: ClusterFile, world_size: int, host: Host
+) -> tuple[Assumptions, list[RoleModel], dict[str, Any]]:
+    """Returns the cluster, the models and the policy's config.json, or raises ConfigError."""
     assumed, errors = assume(section, world_size, host)
     if assumed is None:
         raise ConfigError(errors)
@@ -126,10 +135,9 @@ def search(
     try:
         hf_config = read_model_config(config.model)
         family, shape = read_model(config.model.family, hf_config)
-        roles = role_models(config, models, family, shape)
+        return assumed, role_models(config, models, family, shape), hf_config
     except UserError as error:
         raise ConfigError([error]) from None
-    return Search(config, roles, hf_config, world_size, assumed).run(), assumed
 
 
 def search_with_adapters(
@@ -145,7 +153,7 @@ def search_with_adapters(
             return None
         result, _ = search(changed, world_size, host, given)
         models, _ = planned_models(config)
-    except (ConfigError, UserError):  # the search without adapters has reported other errors
+    except UserError:  # the search without adapters has reported other errors
         return None
     section = merged(config.cluster, given) or ClusterFile()
     roomy, _ = assume(section.model_copy(update={"gpu_memory_gib": NO_BOUND_GIB}), world_size, host)
@@ -174,16 +182,8 @@ def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile 
     section = merged(config.cluster, given)
     if section is None and host.num_gpus == 0 and not ENGINES[config.rollout.engine].runs_on_gpus:
         return config
-    assumed, errors = assume(section or ClusterFile(), world_size, host)
-    if assumed is None or errors:
-        return config
-    placement, misplaced = placed(config, Machines(world_size, assumed.cluster.gpus_per_node))
-    models, unknown = planned_models(config)
-    if misplaced or unknown or models is None or not placement.is_shared:
-        return config
     try:
-        hf_config = read_model_config(config.model)
-        roles = role_models(config, models, *read_model(config.model.family, hf_config))
+        assumed, roles, hf_config = _inputs(config, section or ClusterFile(), world_size, host)
         if check(config, world_size, hf_config):
             return config
         for level in _from_saved(config, levels):

@@ -21,6 +21,7 @@ from jinja2 import Environment
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.interpolation import leaves
 from hybridrl.config.yaml_text import parse_yaml
 from hybridrl.metrics.values import ACCURACY, SKIPPED, Record, recent_mean
 from hybridrl.services.report.page_data import RunData, points, read_run
@@ -255,14 +256,8 @@ def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from leaves(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            yield prefix, value
-
     try:
-        return dict(leaves("", OmegaConf.to_container(parse_yaml(config or "{}"))))
+        content = OmegaConf.to_container(parse_yaml(config or "{}"))
     except (ValueError, OmegaConfBaseException):
         return {}
+    return leaves(content) if isinstance(content, dict) else {}
