@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 from hybridrl import Trainer
 from hybridrl.checkpoint.folders import newest_checkpoint, open_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, entry_of, read_manifest
-from hybridrl.cli import main
+from hybridrl.cli import main, train
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.loop.preflight import validate_conversion
-from hybridrl.services.launch import training
 
 STEPS = ("steps.num_steps=6", "checkpoint.every=2", "checkpoint.keep=9")
 
@@ -310,7 +309,7 @@ def test_the_command_line_refuses_damage_before_ranks_start(
     own(folder / "checkpoints" / "step_6" / MANIFEST).write_text("{}")
     launched: list[list[str]] = []
     monkeypatch.setattr(
-        training, "launch_run", lambda arguments, *others: launched.append(arguments) or 0
+        train, "launch_run", lambda arguments, *others: launched.append(arguments) or 0
     )
     command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, f"run.dir={tmp_path}", *STEPS]
     refused = CliRunner().invoke(main.app, command)

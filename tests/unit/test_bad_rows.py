@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from command_line import FRESH, NO_EVALUATION, QUICKSTART
 
-from hybridrl.cli import main
+from hybridrl.cli import main, train
 from hybridrl.errors import UserError
-from hybridrl.services.launch import training
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 GOOD: dict[str, dict[str, Any]] = {
@@ -154,7 +153,7 @@ SMALL = (
 def test_forty_malformed_rows_are_refused_by_file_and_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(train, "launch_run", lambda *_: 0)
     path, wrong = tmp_path / "rows.jsonl", {}
     for name, (algorithm, row, expected) in ROWS.items():
         second = row if isinstance(row, str) else json.dumps(row)
@@ -178,7 +177,7 @@ def test_forty_malformed_rows_are_refused_by_file_and_row(
 def test_rows_that_the_reward_cannot_score_are_found_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(train, "launch_run", lambda *_: 0)
     rows = {
         "gsm8k": ({"answer": "#### 5"}, {"answer": "five"}),
         "math": ({"answer": r"\$18.90"}, {"answer": r"\$"}),

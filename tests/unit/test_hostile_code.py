@@ -12,7 +12,7 @@ from command_line import QUICKSTART
 from small_runs import SMALL, small_run
 from test_rewards_pool import Words
 
-from hybridrl.cli import main
+from hybridrl.cli import main, train
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
@@ -25,7 +25,6 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rewards.pool import Scoring
-from hybridrl.services.launch import training
 
 HERE = {
     "exit": r"called sys.exit\(0\) at .*hostile_code.py:\d+ on sample 1,",
@@ -148,7 +147,7 @@ EXITS = {
 
 @pytest.mark.parametrize("override", EXITS)
 def test_a_module_that_ends_the_process_is_named(override: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(train, "launch_run", lambda *_: 0)
     environment = ["environment.max_turns=2"] if "environment" in override else []
     with pytest.raises(UserError) as caught:
         command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, override, *environment]

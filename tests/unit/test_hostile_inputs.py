@@ -12,13 +12,12 @@ import pytest
 from command_line import FRESH, QUICKSTART
 from pyarrow import parquet
 
-from hybridrl.cli import main
+from hybridrl.cli import main, train
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import load_prompts
 from hybridrl.environments.parsers import Hermes
 from hybridrl.errors import DataError, UserError
 from hybridrl.metrics.sinks import RolloutDump
-from hybridrl.services.launch import training
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 SMALL = (
@@ -64,7 +63,7 @@ def message(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    monkeypatch.setattr(train, "launch_run", lambda *_: 0)
 
 
 @pytest.mark.parametrize("name", FILES)

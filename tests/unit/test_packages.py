@@ -123,7 +123,7 @@ def test_check_judges_every_package(
     monkeypatch: pytest.MonkeyPatch, name: str, version: str, status: str
 ) -> None:
     installed = {item.name: item.found.split(",")[0] for item in environment._packages()}
-    monkeypatch.setattr(environment, "_version", {**installed, name: version}.get)
+    monkeypatch.setattr(environment, "installed", {**installed, name: version}.get)
     items = {item.name: item for item in environment._packages()}
     assert items.keys() >= REQUIRED.keys()
     assert items[name].status == status
