@@ -18,9 +18,14 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Protocol
 
-    from hybridrl.services.sandbox.rpc import Peer
+    class References(Protocol):
+        def encoded(self, value: Any, to: Encoder) -> list[Any]:
+            """Encodes a value that is not plain as JSON."""
+
+        def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
+            """Decodes JSON that `encoded` produced on the other side."""
 
 
 # Classes that are identical on both sides: builtin classes of values and errors.
@@ -58,7 +63,7 @@ ARRAYS = "biufcSUmM"  # kinds of numpy dtypes whose values are plain bytes
 class Encoder:
     """Encodes values as JSON. `objects` lists the mutable containers by number."""
 
-    def __init__(self, others: Peer, known: list[Any]) -> None:
+    def __init__(self, others: References, known: list[Any]) -> None:
         self.objects, self._others, self._num_known = known, others, len(known)
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
@@ -165,7 +170,7 @@ EMPTY: dict[str, Callable[[list[Any]], Any]] = {
 class Decoder:
     """Decodes JSON from an Encoder, using the containers that both sides know."""
 
-    def __init__(self, others: Peer, known: list[Any], added: list[Any]) -> None:
+    def __init__(self, others: References, known: list[Any], added: list[Any]) -> None:
         self.objects, self._others = known, others
         first = len(known)
         known += [EMPTY[kind](parts) for kind, *parts in added]
