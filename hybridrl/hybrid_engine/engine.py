@@ -121,9 +121,7 @@ class HybridEngine:
         before_change: Function that is called before each phase change, so that the peak memory of
             each phase can be measured separately.
 
-    Raises:
-        PlanError: The engine needs weights that no rank has, the tensors do not match the layouts,
-            or the ranks computed different plans. Raised on every rank; names the affected ranks.
+    Raises PlanError on every rank, naming the affected ranks, if some rank cannot be filled.
     """
 
     def __init__(
@@ -204,10 +202,7 @@ class HybridEngine:
     def make_transport(
         self, kind: Literal["packed", "peer"], plan: Plan | None = None
     ) -> Transport:
-        """Returns a new transport for a plan, by default of all weights; collective.
-
-        The caller must close it.
-        """
+        """Returns a new transport, by default of all weights; collective. The caller closes it."""
         ends = plan or self.plan, self._peers, self._weights, self._written()
         if kind == "packed":
             if self._block_group is None:
@@ -234,10 +229,7 @@ class HybridEngine:
             version: Version number of these weights; None for the previous version plus 1.
             verifies: Whether to verify this version even if it is not due.
 
-        Raises:
-            VerifyError: A parameter differs from its source.
-            TransportError: Some weights did not arrive, so the engine must not generate.
-            PeerError: A rank has failed.
+        Raises VerifyError, PeerError, or TransportError: the engine must then not generate.
         """
         if self.phases.phase is Phase.ROLLOUT:
             self.to_train()
@@ -356,10 +348,7 @@ class HybridEngine:
             self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
 
     def send_frozen_again(self) -> None:
-        """Makes the next transition send the frozen weights, which have changed, again.
-
-        All ranks must call this, for example when a checkpoint was loaded.
-        """
+        """Makes the next transition send frozen weights again, as they changed; on all ranks."""
         self._has_frozen = False
 
     def _sleep(self, keeps_memory: bool) -> None:
@@ -373,10 +362,7 @@ class HybridEngine:
     def verify(self) -> None:
         """Compares source and destination of every copy in the rollout phase; collective.
 
-        Raises:
-            PhaseError: The trainer's weights have already been freed.
-            VerifyError: A parameter differs from its source. Raised on every rank; names the first
-                parameter that differs.
+        Raises VerifyError on every rank, PhaseError if the trainer's weights are already freed.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
         memory = memory_of(self._weights.values())
@@ -409,9 +395,6 @@ class HybridEngine:
         The engine goes to sleep unless it keeps generating on separate ranks. Its memory is freed
         unless both phases fit on the device (headroom.py), or with `frees_memory`, for rare work
         that needs much memory.
-
-        Raises:
-            PhaseError: The current phase is already training.
         """
         self.phases.enter(Phase.TRAIN)
         self.before_change()
@@ -477,11 +460,7 @@ class _Traits(NamedTuple):
 
 
 def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits:
-    """Returns the traits of all ranks together.
-
-    Raises:
-        PlanError: A rank has an error, or its plan differs from rank 0's. Raised on every rank.
-    """
+    """Returns the traits of all ranks together; PlanError on all if one failed or plans differ."""
     outcomes = peers.gather_objects((error, plan_hash, traits))
     for rank, (found, _, _) in enumerate(outcomes):
         if found:

@@ -57,9 +57,7 @@ def export_hf(
         side_files: Folder from which tokenizer files are copied; None to copy none.
         kept: Tensors that training passed over, which are copied unchanged; the same on all ranks.
 
-    Raises:
-        UserError: A rank cannot write to the directory, or cannot read a kept tensor. Raised on
-            every rank.
+    Raises UserError on every rank if one cannot write, or cannot read a kept tensor.
     """
     writer, error = None, None
     if peers.rank == 0:

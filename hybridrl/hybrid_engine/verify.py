@@ -38,11 +38,7 @@ def verify(
 ) -> None:
     """Compares every source slice, cast as in the transfer, with the slice at its destination.
 
-    See `PackedTransport` for the arguments.
-
-    Raises:
-        VerifyError: A slice differs. Raised on every rank; names the parameter, the element range
-            and both ranks.
+    Raises VerifyError on every rank, which names the parameter, the elements and both ranks.
     """
     rank = peers.rank
     dtypes: list[dict[str, torch.dtype]] = peers.gather_objects(

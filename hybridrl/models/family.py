@@ -116,7 +116,6 @@ class Rotary:
         low, high: Limits on the number of rotations over the original length. Frequencies with
             fewer than `low` rotations are divided by the factor; frequencies with more than `high`
             rotations are kept.
-        share: Share of a head's dimensions that rotate.
         divisors: Divisors of the pairs' frequencies; for longrope.
         mscale, mscale_all_dim: Coefficients of YaRN's magnitude; if `mscale_all_dim` is 0, it has
             no effect.
@@ -168,7 +167,6 @@ class Scales:
     """Constant factors in a model.
 
     Args:
-        embedding: Factor of the embeddings.
         residual: Factor of the outputs of attention and feed-forward layers, applied before they
             are added to the residual stream.
         logits: Divisor of the logits.
@@ -190,9 +188,7 @@ class ModelShape:
             attention, the size of its query and key.
         tied_embeddings: Whether the output layer uses the embedding's weight (HF stores no
             `lm_head.weight`).
-        qk_norm: Whether queries and keys are normalized per head.
         linear_bias: Whether every linear layer of a decoder layer has a bias.
-        latent: Sizes of latent attention; None for grouped-query attention.
         window: Number of positions that a query in a windowed layer attends to, including its own;
             None if no layer is windowed.
         num_whole_layers: Number of layers without a window, if other layers have one.
@@ -441,8 +437,7 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
     `hybridrl plan`, the launcher of a run and its ranks all check models with this function, so
     they report the same errors.
 
-    Raises:
-        ModelError: No family describes the model, or its family does not support some value.
+    Raises ModelError if no family describes the model, or its family lacks some value.
     """
     family = resolve_family(name, hf_config)
     model_type = hf_config.get("model_type")
@@ -471,8 +466,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
     Args:
         name: A key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
 
-    Raises:
-        ModelError: There is no such family, or it does not describe the model's architecture.
+    Raises ModelError if there is no such family, or it does not describe the architecture.
     """
     architectures = _architectures(hf_config)
     if name is None:
@@ -537,11 +531,7 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns architecture names, each sequence classifier replaced by its causal LM.
-
-    A sequence classifier, which is the export format of reward models, is a causal language model
-    with a different head.
-    """
+    """Returns architectures, with causal LMs for classifiers, which exported reward models are."""
     return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 
 

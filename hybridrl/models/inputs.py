@@ -44,8 +44,7 @@ class ExtraInputs:
         Runs on the host, before the micro-batch is split for context parallelism and moved to the
         device.
 
-        Raises:
-            BatchError: The blobs do not fit the model.
+        Raises BatchError if the blobs do not fit the model.
         """
         return {}
 

@@ -93,8 +93,7 @@ def engine_scales(
     """Returns an engine's layout with the scales of its quantized weights. A parameter `X.weight`
     has `X.weight_scale_inv`, and `w13_weight/3` has `w13_weight_scale_inv/3`.
 
-    Raises:
-        ModelError: A part of a parameter does not consist of whole blocks; names the parameter.
+    Raises ModelError if a part of a parameter does not consist of whole blocks.
     """
     regions: list[Region] = []
     shapes: dict[str, Shape] = {}
@@ -117,8 +116,7 @@ def trainer_scales(
     A rank may store a block's rows in several places, because Megatron interleaves the rows of
     queries, keys and values. It must hold all of them.
 
-    Raises:
-        ModelError: A rank holds only part of a block; names the parameter.
+    Raises ModelError, naming the parameter, if a rank holds only part of a block.
     """
     held: dict[tuple[str, str], list[Region]] = {}
     for region in layout.regions:

@@ -22,11 +22,7 @@ KEY = "hybridrl_score_token"  # key in config.json that other programs ignore
 
 
 def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
-    """Returns the token at which this model's score is read.
-
-    Raises:
-        ModelError: The key in config.json has an invalid value.
-    """
+    """Returns the token at which this model's score is read; ModelError for an invalid value."""
     value = hf_config.get(KEY)
     if value is None:
         return BEFORE_LAST if is_old_export(hf_config) else LAST

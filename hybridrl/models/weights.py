@@ -134,8 +134,7 @@ def megatron_layout(
             transformer-engine.
         grouped: Whether all experts of a rank are one module, as in transformer-engine.
 
-    Raises:
-        ModelError: The model cannot be sharded this way; the error names the parameter.
+    Raises ModelError, naming the parameter, if the model cannot be sharded this way.
     """
     where = layout.coordinates(rank)
     _check_division(shape, layout)
@@ -252,12 +251,7 @@ def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> li
 
 
 def check_layout(layout: RankLayout) -> None:
-    """Verifies that regions and padding exactly tile each local tensor.
-
-    Raises:
-        ModelError: There is a hole, an overlap, or a rectangle outside its tensor; the error names
-            the elements.
-    """
+    """Raises ModelError, naming elements, unless regions and padding tile each local tensor."""
     boxes: dict[str, list[Box]] = {name: [] for name in layout.shapes}
     for region in layout.regions:
         if region.local not in boxes or sizes(region.hf_box) != sizes(region.local_box):
@@ -275,9 +269,7 @@ def check_layout(layout: RankLayout) -> None:
 def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
     """Verifies that the layouts together contain all elements of all HF tensors and nothing else.
 
-    Raises:
-        ModelError: An HF tensor is unknown, or no rank holds some of its elements; the error names
-            these elements.
+    Raises ModelError if an HF tensor is unknown, or names elements that no rank holds.
     """
     boxes: dict[str, set[Box]] = {name: set() for name in shapes}
     for layout in layouts:
@@ -293,11 +285,7 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
 
 def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
-    """Checks that a rank has exactly the tensors that its layout describes.
-
-    Raises:
-        ModelError: A parameter is unmapped, missing or has the wrong shape; the error names it.
-    """
+    """Raises ModelError unless a rank has exactly the tensors that its layout describes."""
     for name in sorted(layout.shapes.keys() | shapes.keys()):
         mapped, live = layout.shapes.get(name, "none"), shapes.get(name, "none")
         if mapped != live:

@@ -241,9 +241,8 @@ class World:
             is_unbounded: Whether the block's collectives in the default group have no timeout,
                 because a library reads or writes files between them.
 
-        Raises:
-            UserError: This rank's own, or that of the first rank that raised one.
-            PeerError: Another rank raised a different error, or did not arrive.
+        Raises this rank's own UserError or the first one; PeerError if another rank raised another
+        error, or did not arrive.
         """
         agreement, error = Agreement(), None
         with self.heartbeat.part(what, is_unbounded), self._unbounded(is_unbounded):
@@ -350,11 +349,7 @@ def _line(error: Exception) -> str:
 def same_on_all_ranks(
     world: World, what: str, value: str, ranks: Collection[int] | None = None
 ) -> None:
-    """Checks that `value` (such as the hash of a schedule) is equal on all `ranks`; collective.
-
-    Raises:
-        RuntimeError: The value on some ranks, which the message names, differs from the first's.
-    """
+    """Raises RuntimeError unless `value` (a schedule's hash) is equal on `ranks`; collective."""
     values: Sequence[str] = world.gather_objects(value)
     first, *others = sorted(range(world.size) if ranks is None else ranks)
     differing = [rank for rank in others if values[rank] != values[first]]

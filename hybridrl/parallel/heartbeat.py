@@ -165,9 +165,7 @@ class Heartbeat:
             ranks: Ranks of the group; None for all.
             poll: Function that is called repeatedly; may raise.
 
-        Raises:
-            PeerError: A rank is lost or does not arrive.
-            RuntimeError: The collective failed.
+        Raises PeerError if a rank is lost or does not arrive, RuntimeError if the call failed.
         """
         number = self._entered[group] = self._entered.get(group, 0) + 1
         if is_done_within(work, POLL_S):
@@ -381,10 +379,7 @@ class Heartbeat:
 
 
 def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
-    """Returns this process's heartbeat for the default group, started if needed; collective.
-
-    See `Watch` for the timeouts.
-    """
+    """Returns this process's heartbeat for the default group, started if needed; collective."""
     store = dist.distributed_c10d._get_default_store()
     watch = Watch(BEAT_S, SILENT_S, timeout_s, stall_timeout_s)
     if _CURRENT and _CURRENT[0].group is dist.group.WORLD:

@@ -73,9 +73,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
     May be called before `start_process_group`. The result or UserError must be picklable.
 
-    Raises:
-        UserError: `make` raised it; raised on every rank.
-        PeerError: Rank 0 failed, or did not respond within START_S.
+    Raises on every rank the UserError of `make`, or PeerError after START_S or if rank 0 failed.
     """
     key, timeout = f"from_rank_0/{next(_BROADCASTS)}", datetime.timedelta(seconds=START_S)
     if dist.is_initialized():

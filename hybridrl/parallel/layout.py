@@ -127,9 +127,7 @@ class TrainLayout:
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
         """Returns the coordinates that Megatron assigns to `rank` in the expert layout.
 
-        Raises:
-            ValueError: The order assigns a rank's experts and dense weights to different pipeline
-                stages.
+        Raises ValueError if experts and dense weights of a rank are on different pipeline stages.
         """
         return self._expert_coordinates[rank]
 
@@ -188,8 +186,7 @@ class TrainLayout:
         the first to have fewer layers, because it also computes the logits; then the first chunk,
         because it contains the embedding; then the other chunks, from the end.
 
-        Raises:
-            ValueError: There are fewer layers than chunks.
+        Raises ValueError if there are fewer layers than chunks.
         """
         chunks = self.pp * self.vpp
         if num_layers < chunks:

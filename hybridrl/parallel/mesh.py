@@ -37,8 +37,7 @@ class Mesh:
     Attributes:
         where: This rank's coordinates in the layout; None if it is outside the mesh.
 
-    Raises:
-        UserError: The limit on open files is too low for the groups.
+    Raises UserError if the limit on open files is too low for the groups.
     """
 
     def __init__(

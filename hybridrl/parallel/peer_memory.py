@@ -108,9 +108,8 @@ def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Memb
 
     A barrier between GPUs has a timeout in seconds. On GPUs, `ranks` must be all ranks of the job.
 
-    Raises:
-        OSError, RuntimeError: The device has no memory left, or the memory cannot be shared. A lack
-            of host memory is detected only when the piece is written.
+    Raises OSError or RuntimeError if the device has no memory left, or the memory cannot be shared.
+    A lack of host memory is detected only when the piece is written.
     """
     if device.type == "cpu":
         return _HostMemory(num_bytes, ranks)

@@ -54,8 +54,7 @@ class HostRing:
         Returns:
             The failure of this rank, or None; and the size in bytes of each file that arrived.
 
-        Raises:
-            RuntimeError: A connection was closed.
+        Raises RuntimeError if a connection was closed.
         """
         files: list[tuple[str, int]] = []
         content: list[torch.Tensor] = []

@@ -58,9 +58,7 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
     ) -> tuple[list[int], list[int]]:
         """Returns the shapes of the tensors that arrive from the previous and from the next stage.
 
-        Raises:
-            RuntimeError: A tensor to be sent does not have the shape that its receiver expects.
-                Without this check, the receiver would only time out.
+        Raises RuntimeError for a shape that the receiver does not expect; it would only time out.
         """
         check(tensor_send_next, self._sent)
         check(tensor_send_prev, self._sent_back)

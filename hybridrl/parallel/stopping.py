@@ -83,8 +83,7 @@ def stops_on_signals(
     Args:
         save: Function that saves the run after a stop. Signals are still recorded while it runs.
 
-    Raises:
-        KeyboardInterrupt, SystemExit: The run was stopped; see `StopAsked.end`.
+    Raises KeyboardInterrupt or SystemExit if the run was stopped (`StopAsked.end`).
     """
     world.forget_stop()
     before = _note_signals(world) if _is_main_thread() else {}

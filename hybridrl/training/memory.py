@@ -64,8 +64,7 @@ class TrainedModelMemory:
         Args:
             memory: Memory that the engine lends, at least `gradient_bytes` large. The trainer must
                 not be using it yet.
-        Raises:
-            RuntimeError: The gradient buffers are not released.
+        Raises RuntimeError if the gradient buffers are not released.
         """
         self._lent, self._place = memory, place
         address = memory.address

@@ -302,18 +302,13 @@ class ParallelModel:
             attend: The engine's attention on CPU; see `compute_exactly`.
             kernels: The engine's operations on GPUs; None on CPU.
 
-        Raises:
-            UserError: The model has a module that cannot.
+        Raises UserError if the model has a module that cannot.
         """
         with self.world.all_agree("replacing operations by exact ones"):
             compute_exactly(self._chunks, attend, kernels)
 
     def replay_experts(self) -> None:
-        """Makes the model reuse the experts that the engine selected, for batches that record them.
-
-        Raises:
-            UserError: A layer cannot replay experts.
-        """
+        """Makes the model reuse the engine's recorded experts; UserError if a layer cannot."""
         with self.world.all_agree("replaying experts"):
             check_layers(self._chunks)
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
@@ -335,12 +330,7 @@ class ParallelModel:
         return self._forward_chunks
 
     def complete_weights(self) -> None:
-        """Gathers the parameters if the last step postponed the all-gather
-        (`train.fuse_param_gather`).
-
-        Raises:
-            RuntimeError: The parameters are freed until the training phase.
-        """
+        """Gathers the parameters if the last step postponed it; RuntimeError if they are freed."""
         if self.trained_weights is not None:
             with self.mesh.active():
                 self.trained_weights.complete()

@@ -42,9 +42,7 @@ class PeerWeights:
     def move(self, wrapped: Sequence[Any]) -> None:
         """Moves the weights inside Megatron's data-parallel wrappers into peer memory; collective.
 
-        Raises:
-            OSError, RuntimeError: There is not enough memory for a second copy, or the memory
-                cannot be shared.
+        Raises OSError or RuntimeError without memory for a second copy, or if it cannot be shared.
         """
         buffers = flat_buffers(wrapped)
         parameters = named_parameters(wrapped)
@@ -75,9 +73,7 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
     Args:
         notify: Function that is called with the reason if 'auto' does not select 'peer'.
 
-    Raises:
-        UserError: On every rank, if `rollout.transport` is 'peer' but some ranks cannot access each
-            other's memory.
+    Raises UserError on every rank if `rollout.transport` is 'peer' but memory is not accessible.
     """
     wanted = config.rollout.transport
     if wanted == "packed" or world.size == 1:

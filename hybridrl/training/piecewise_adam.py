@@ -76,8 +76,7 @@ class PiecewiseAdam(StepCounts):
         gradient_scale: Factor by which the next step multiplies gradients, to clip them.
         piece_elements: Maximum number of elements in a piece.
 
-    Raises:
-        UserError: The host has too little memory for the state.
+    Raises UserError if the host has too little memory for the state.
     """
 
     def __init__(

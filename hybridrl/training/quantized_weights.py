@@ -104,8 +104,7 @@ class QuantizedWeights:
     Args:
         source: Weights in 16 bits, in memory.
 
-    Raises:
-        ModelError: A rank holds only part of a block; names the parameter.
+    Raises ModelError, naming the parameter, if a rank holds only part of a block.
     """
 
     def __init__(

@@ -23,15 +23,7 @@ ALIGNMENT = 512  # bytes; alignment of each tensor in a slot or a shared buffer
 
 
 def check_host_memory(found: Sequence[tuple[int, int, int]]) -> None:
-    """Checks that each host has the memory that its ranks will allocate.
-
-    Args:
-        found: The host's number, the bytes that the rank needs, and the free bytes of its host; for
-            each rank that holds a part of the state.
-
-    Raises:
-        UserError: A host has less free memory.
-    """
+    """Raises UserError if a host has less free memory than its ranks will allocate."""
     for host in sorted({host for host, _, _ in found}):
         needed = [size for other, size, _ in found if other == host]
         free = min(size for other, _, size in found if other == host)
@@ -43,8 +35,7 @@ def check_host_memory(found: Sequence[tuple[int, int, int]]) -> None:
 class HostState:
     """Zero-filled host memory for an optimizer state; page-locked if the device is a GPU.
 
-    Raises:
-        UserError: The operating system does not allow this process as much memory.
+    Raises UserError if the operating system does not allow this process as much memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, num_ranks: int = 1) -> None:

@@ -52,11 +52,7 @@ class TrainedWeights:
         self._gather_pending = self._gathers_late
 
     def complete(self) -> None:
-        """Gathers the parameters if necessary, so that later work on the device can use them.
-
-        Raises:
-            RuntimeError: The parameters are freed, because this is the rollout phase.
-        """
+        """Completes the parameters for later work on the device; RuntimeError during rollout."""
         if self._is_empty:
             raise RuntimeError(
                 "the training weights are freed (train.release_weights_in_rollout=true): enter the "

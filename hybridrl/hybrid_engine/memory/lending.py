@@ -24,10 +24,7 @@ from hybridrl.parallel.device_mapping import GRANULARITY
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of physical device memory, by driver handle, that its owner lends and releases.
-
-    It is always mapped as a whole.
-    """
+    """A piece of physical device memory, by driver handle, always mapped as a whole."""
 
     handle: int
     num_bytes: int

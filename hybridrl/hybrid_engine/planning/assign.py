@@ -152,9 +152,6 @@ def choose_order(
     (WORTH_SPREADING), because gradients are then sent over fewer network cards. Between equal
     orders, Megatron's default order is preferred, then the order whose busiest sender sends least,
     then the first order in a fixed list.
-
-    Args:
-        train, sources: Training layout in Megatron's default order, and that of each rank.
     """
     costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)

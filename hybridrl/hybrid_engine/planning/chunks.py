@@ -61,8 +61,7 @@ def schedule_exchanges(
         direct, direct_elements: The rank's operations that bypass the staging buffers, and for
             every stream between any ranks, the number of elements that do.
 
-    Raises:
-        PlanError: The capacity is too small for one element of each of a rank's streams.
+    Raises PlanError if the capacity is too small for one element of each of a rank's streams.
     """
     gone = direct_elements or {}
     streams = {s: n - gone.get(s, 0) for s, n in plan.streams.items() if n > gone.get(s, 0)}

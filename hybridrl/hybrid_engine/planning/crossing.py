@@ -139,10 +139,7 @@ class Crossings:
         return demand.senders_to(position, pieces), [routes[place] for place in landing]
 
     def _landing(self, node: int) -> Landings:
-        """Returns the ranks on which a node's pieces land; equal nodes share one result.
-
-        Landings are balanced like sends, by demands whose senders are the landing ranks.
-        """
+        """Returns the ranks on which a node's pieces land; equal nodes share one result."""
         if node in self._landing_of:
             return self._landing_of[node]
         pattern, groups = self._patterns[node], self._sent[node]

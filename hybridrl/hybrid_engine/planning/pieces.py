@@ -105,9 +105,7 @@ class Join:
 def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
     """Splits the regions of each target along the borders of the sources' regions.
 
-    Raises:
-        PlanError: A target needs elements that no source holds. Names the HF tensor and the
-            elements.
+    Raises PlanError, naming tensor and elements, if a target needs elements that no source holds.
     """
     held, wanted = RankClasses(sources), RankClasses(targets)
     cutter = _Cutter(held)

@@ -271,9 +271,7 @@ def plan_reshard(
         weight_itemsize: Size in bytes of a weight as it is sent, unless it has its own size
             (wire_elements.py); None for one element.
 
-    Raises:
-        PlanError: A target needs elements that no source holds. Names the HF tensor and the
-            elements.
+    Raises PlanError, naming tensor and elements, if a target needs elements that no source holds.
     """
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")

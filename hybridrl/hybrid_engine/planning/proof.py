@@ -40,8 +40,7 @@ def prove(
     padding. Every operation must read the same HF elements that it writes. In a large job each rank
     checks only its own operations (`ranks`).
 
-    Raises:
-        PlanError: The plan is wrong. Names the rank, the tensor and the first wrong elements.
+    Raises PlanError, which names the rank, the tensor and the first wrong elements.
     """
     if not len(plan.ops) == len(sources) == len(targets):
         raise PlanError(

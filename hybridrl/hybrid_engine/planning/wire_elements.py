@@ -72,9 +72,7 @@ def wire_views(
     `weight_dtype` is the type of all tensors that `fixed_sizes` does not contain, if elements are
     sent without a cast; None if they are cast to `dtype`.
 
-    Raises:
-        ModelError: A tensor has another type than it must have, or is computed slice by slice in
-            elements of another size. Names the tensor.
+    Raises ModelError for another type, or a tensor that is computed in another element size.
     """
     sizes = {name: size for name, size in fixed_sizes(layout).items() if name in tensors}
     for name, size in sizes.items():

@@ -62,8 +62,7 @@ class PeerTransport:
         dests: This rank's destination tensors by name; written in place. If a destination shares
             its memory with the source of the same content (alias.py), nothing is copied.
 
-    Raises:
-        PlanError: A source tensor is outside `memory` on some rank. Raised on every rank.
+    Raises PlanError on every rank if a source tensor is outside `memory` on some rank.
     """
 
     def __init__(

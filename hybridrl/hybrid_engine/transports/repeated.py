@@ -32,10 +32,7 @@ class Repeated:
         self._has_run = False
 
     def capture(self) -> None:
-        """Captures the graph if the first run is over and no graph exists yet.
-
-        Waits until the device is idle; call it before operations that wait for other ranks.
-        """
+        """Captures the graph after the first run; call before operations that wait for ranks."""
         if self._device.type == "cpu" or not self._has_run or self._graph is not None:
             return
         graph = torch.cuda.CUDAGraph()

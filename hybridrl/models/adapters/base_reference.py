@@ -80,11 +80,7 @@ def base_reference(
 
 
 def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
-    """Returns the HF directory of a base model, after comparing its digest.
-
-    Raises:
-        CheckpointError: The model is not found, or has other weights.
-    """
+    """Returns the HF directory of a base model; CheckpointError if not found, or changed."""
     assert base.path is not None
     remedy = "Pass the directory of the model from which training began with --base."
     if moved is not None and not os.path.isdir(moved):

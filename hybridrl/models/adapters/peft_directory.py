@@ -71,9 +71,7 @@ def is_peft(directory: str | Path) -> bool:
 def read_peft(directory: str | Path) -> PeftAdapter:
     """Reads a PEFT directory's settings and the names and shapes of its tensors.
 
-    Raises:
-        CheckpointError: A file is missing or damaged, or the adapter is of a kind that is not
-            supported; the error names the option or tensor.
+    Raises CheckpointError, naming option or tensor, for a damaged or unsupported adapter.
     """
     folder = Path(os.path.expanduser(directory))
     lora = read_peft_config(folder)
@@ -93,11 +91,7 @@ def read_peft(directory: str | Path) -> PeftAdapter:
 
 
 def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
-    """Checks that a PEFT directory contains exactly the adapters of a model.
-
-    Raises:
-        CheckpointError: A tensor is missing or unexpected, or has the wrong shape.
-    """
+    """Raises CheckpointError unless a PEFT directory contains exactly the adapters of a model."""
     for name in sorted(shapes.keys() | adapter.shapes.keys()):
         found, wanted = adapter.shapes.get(name), shapes.get(name)
         if found == wanted:
@@ -114,9 +108,7 @@ def check_peft(adapter: PeftAdapter, shapes: Mapping[str, Shape]) -> None:
 def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
     """Returns the settings of the adapters in a PEFT directory.
 
-    Raises:
-        CheckpointError: The file is missing or damaged, or the adapter is of a kind that is not
-            supported; the error names the option.
+    Raises CheckpointError, naming the option, for a damaged file or an unsupported adapter.
     """
     config = read_json_object(folder / CONFIG_FILE, CheckpointError)
     kind = config.get("peft_type", "LORA")

@@ -58,8 +58,7 @@ def write_peft(
         tensors: Whole adapter tensors by their names in the weight table, on the CPU.
         is_wrapped: Whether the model reads images, so that transformers nests its decoder.
 
-    Raises:
-        CheckpointError: The directory exists and is not empty.
+    Raises CheckpointError if the directory exists and is not empty.
     """
     folder = Path(directory)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

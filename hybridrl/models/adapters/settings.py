@@ -26,8 +26,7 @@ DEFAULT_ALPHA = 32.0
 def lora_of(section: LoraConfig) -> Lora | None:
     """Returns the settings of a run's adapters; None if it has none.
 
-    Raises:
-        UserError: `lora.path` is not a directory with a usable PEFT adapter.
+    Raises UserError if `lora.path` is not a directory with a usable PEFT adapter.
     """
     full = tuple(section.full)
     if section.path is not None:

@@ -71,11 +71,7 @@ def slot_rank(lora: Lora) -> int:
 def slot_rules(
     family: Family, shape: ModelShape, adapts_direct_latents: bool
 ) -> Iterator[UserError]:
-    """Yields the reasons why an engine with fused projections cannot hold a family's adapters.
-
-    Args:
-        adapts_direct_latents: Whether the engine has slots for the layers in DIRECT.
-    """
+    """Yields the reasons why an engine with fused projections cannot hold a family's adapters."""
     if family.lora is None:
         return
     try:

@@ -41,8 +41,7 @@ def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
         longest: Length of the run's longest sequence. May be None if rotary frequencies never
             depend on the sequence length.
 
-    Raises:
-        ModelError: The longest sequence exceeds `max_position_embeddings`.
+    Raises ModelError if the longest sequence exceeds `max_position_embeddings`.
     """
     rope, key = rope_parameters(hf_config)
     kind = rope_kind(rope)

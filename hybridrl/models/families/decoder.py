@@ -51,8 +51,7 @@ def decoder_shape(
             query head.
         kinds: Values that `layer_types` may have.
 
-    Raises:
-        ModelError: A size is not a positive integer, or an option is not supported.
+    Raises ModelError if a size is not a positive integer, or an option is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
     _check_windows(hf_config, kinds)

@@ -141,9 +141,7 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
         renormalized: Whether the weights of a token's experts add up to 1. This equals a softmax
             over only the selected experts.
 
-    Raises:
-        ModelError: There is one expert per token and its weight is always 1, so the router would
-            have no gradient.
+    Raises ModelError if the weight of the only expert is always 1: no gradient for the router.
     """
     moe = shape.moe
     assert moe is not None

@@ -39,8 +39,7 @@ LATENT_ROPES = ("default", "yarn")  # engines support only these kinds
 def latent_shape(hf_config: HfConfig) -> LatentShape:
     """Reads the sizes of latents and heads; defaults come from transformers' DeepseekV3Config.
 
-    Raises:
-        ModelError: A size is not a positive integer, or contradicts other sizes.
+    Raises ModelError if a size is not a positive integer, or contradicts other sizes.
     """
     # Engines always rotate pairs of neighbours.
     require(hf_config, "rope_interleave", True, (True,))

@@ -1,7 +1,4 @@
-"""OLMo 2: norms after attention and the feed-forward layer instead of before.
-
-Queries and keys are normalised over all heads together.
-"""
+"""OLMo 2: norms after attention and feed-forward; queries and keys normalised over all heads."""
 
 from __future__ import annotations
 

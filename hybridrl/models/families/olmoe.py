@@ -1,7 +1,4 @@
-"""OLMoE (1B-7B): every layer is a mixture of experts.
-
-Queries and keys are normalised over all heads together.
-"""
+"""OLMoE (1B-7B): mixtures of experts; queries and keys are normalised over all heads together."""
 
 from __future__ import annotations
 

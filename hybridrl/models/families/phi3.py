@@ -1,7 +1,4 @@
-"""Phi-3 and Phi-4 (Phi3ForCausalLM): llama-shaped; stores two fused tensors per layer.
-
-One tensor contains the query, key and value projections, the other gate and up.
-"""
+"""Phi-3 and Phi-4 (Phi3ForCausalLM): llama-shaped, with fused tensors for QKV, and gate and up."""
 
 from __future__ import annotations
 

@@ -46,10 +46,7 @@ def rope_keywords(
     kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> dict[str, Any]:
-    """Returns arguments of Megatron's GPTModel for positions, and `rotary` for build.py.
-
-    See `read_rotary` for arguments and errors.
-    """
+    """Returns GPTModel's arguments for positions, and `rotary` for build.py; see `read_rotary`."""
     rotary = read_rotary(hf_config, kinds, default_share)
     return {
         "position_embedding_type": "rope",
@@ -71,8 +68,7 @@ def read_rotary(
         default_share: Share of each head that rotates if the config does not set it. If None, whole
             heads rotate, and other shares are rejected.
 
-    Raises:
-        ModelError: The kind or the share is not supported, or a parameter is missing or unknown.
+    Raises ModelError for unsupported kinds and shares, and missing or unknown parameters.
     """
     rope, prefix = rope_parameters(hf_config)
     kind = _checked_kind(rope, prefix, kinds)
@@ -202,11 +198,7 @@ def _share(
 
 
 def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
-    """Returns the rotary parameters, and the key that contains them.
-
-    Raises:
-        ModelError: They are not an object, or both keys are set and differ.
-    """
+    """Returns rotary parameters and their key; ModelError for no object, or keys that differ."""
     found: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = hf_config.get(key)

@@ -47,8 +47,7 @@ def vision_config(
     Args:
         fixed: Keys that must have their defaults.
 
-    Raises:
-        ModelError: The part is missing, a key is unknown, or a value is not supported.
+    Raises ModelError for a missing part, an unknown key or an unsupported value.
     """
     given = whole.get(VISION)
     if not isinstance(given, Mapping):
@@ -83,11 +82,7 @@ def vision_shape(
     text: ModelShape,
     **more: int,
 ) -> VisionShape:
-    """Returns the sizes of a tower.
-
-    Raises:
-        ModelError: The tower and the decoder do not fit, or a token is not in the vocabulary.
-    """
+    """Returns a tower's sizes; ModelError if it does not fit the decoder or the vocabulary."""
     if vision_size(config, "out_hidden_size") != text.hidden_size:
         allowed = f"text_config.hidden_size = {text.hidden_size}"
         raise refusal(f"{VISION}.out_hidden_size", config["out_hidden_size"], allowed)

@@ -98,14 +98,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
 def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> None:
-    """Rejects keys of a config.json that may affect results but that the family does not handle.
-
-    Args:
-        handled: Keys that the family reads or rejects itself.
-
-    Raises:
-        ModelError: There are such keys; the error names them and their values.
-    """
+    """Raises ModelError for keys, with values, that may affect results and are not `handled`."""
     found = [key for key in hf_config if not _is_known(key, handled, hf_config)]
     if not found:
         return
@@ -143,10 +136,7 @@ def _is_known(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) 
 def check_values(hf_config: Mapping[str, Any]) -> None:
     """Checks the data type, layer kinds and end tokens that a config.json names.
 
-    Engines and exports read these values for models of every family.
-
-    Raises:
-        ModelError: A value is invalid; the error names the key.
+    Engines and exports read these for every family. Raises ModelError, which names the key.
     """
     for key in ("dtype", "torch_dtype"):
         value = hf_config.get(key)

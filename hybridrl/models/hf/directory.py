@@ -36,8 +36,7 @@ SIDE_FILES = (
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the contents of a directory's config.json; the text part's if it is multimodal.
 
-    Raises:
-        CheckpointError: The file is missing or damaged, is not a JSON object, or repeats a key.
+    Raises CheckpointError if it is missing, damaged or no JSON object, or repeats a key.
     """
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
@@ -52,7 +51,6 @@ def write_side_files(
 
     Args:
         config: Contents of config.json; its dtype is replaced.
-        dtype: Name of the exported tensors' type, such as "bfloat16".
     """
     written = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     written["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype

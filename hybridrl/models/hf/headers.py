@@ -79,8 +79,7 @@ class HfHeaders:
             the dequantized tensors in the layout of files in 16 bits.
         in_stacks: Place of each expert's matrix that the files contain in a stack; set by `check`.
 
-    Raises:
-        CheckpointError: Weights or shards are missing, a shard is damaged, or the index is wrong.
+    Raises CheckpointError for missing weights, damaged shards and wrong indexes.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -22,10 +22,6 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """Returns the numbers of MXFP4 blocks in bfloat16, (..., 32 * blocks).
 
     All numbers are exact, unless they are outside of bfloat16's range.
-
-    Args:
-        blocks: (..., blocks, 16) uint8.
-        scales: (..., blocks) uint8.
     """
     values = torch.tensor(VALUES, device=blocks.device)
     pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1)

@@ -79,7 +79,6 @@ class KeptTensors:
     """The tensors in an HF directory that training passes over; exports contain them unchanged.
 
     Attributes:
-        shapes, dtypes: Shape and data type of each tensor, by name.
         is_wrapped: Whether the model is the text part of a multimodal model; its tensors then have
             a prefix in files.
     """
@@ -125,10 +124,8 @@ def load_hf(
     Returns:
         The names among `missing_ok` that were absent.
 
-    Raises:
-        CheckpointError: A file or tensor is missing, unexpected or damaged, or has the wrong shape;
-            the error names it.
-        ModelError: `tensors` do not match the layout; the error names the first difference.
+    Raises CheckpointError, naming file or tensor, for any that is missing, unexpected, damaged or
+    of the wrong shape; ModelError if `tensors` do not match the layout.
     """
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     checkpoint = HfCheckpoint(directory)
@@ -380,12 +377,10 @@ class HfWriter:
     directory may write some tensors with `HfPlaces.write`.
 
     Args:
-        directory: Directory to create; it must not exist or must be empty.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximum size of a file; only a single larger tensor may exceed it.
 
-    Raises:
-        CheckpointError: The directory exists and is not empty.
+    Raises CheckpointError if the directory exists and is not empty.
     """
 
     def __init__(

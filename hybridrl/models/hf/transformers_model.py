@@ -54,9 +54,7 @@ def transformers_model(
         attention: transformers' name for the attention implementation. Models that cap their
             attention scores, or have attention sinks, use "eager" in any case.
 
-    Raises:
-        ModelError: transformers does not support the model or rejects its config.json, or
-            `model_type` and `architectures` name different models.
+    Raises ModelError if transformers rejects config.json, or its names mean different models.
     """
     if not isinstance(model_config, Mapping):
         model_config = read_config(model_config)

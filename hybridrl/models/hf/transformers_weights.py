@@ -33,8 +33,7 @@ def checkpoint_tensors(
         family: Family of the model, needed if experts are stacked; found from `hf_config` by
             default.
 
-    Raises:
-        ModelError: Experts are stacked, but the family has no experts.
+    Raises ModelError if experts are stacked, but the family has no experts.
     """
     tensors = {text_name(name): parameter.data for name, parameter in model.named_parameters()}
     tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}

@@ -37,11 +37,7 @@ def clamped_swiglu(widened: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 class ClampedExpert(MLP):
-    """One expert.
-
-    Attributes:
-        recomputes: Whether the backward pass computes the activation again.
-    """
+    """One expert; with `recomputes`, the backward pass computes the activation again."""
 
     recomputes = False
 

@@ -57,10 +57,7 @@ def choose_rule(
     dtype: torch.dtype,
     platform: Platform,
 ) -> ChosenRule:
-    """Selects the implementation of the gated delta rule on this host.
-    Raises:
-        UserError: The kernels are requested but cannot be used.
-    """
+    """Selects this host's gated delta rule; UserError if requested kernels cannot be used."""
     if not isinstance(mixer, DeltaShape):
         return ChosenRule(delta_rule, "")
     if wanted == "torch":
@@ -117,10 +114,7 @@ def _kernel_fault(
 def gradient_fault(
     rule: DeltaRule, sizes: DeltaShape, tp: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Compares outputs, final states and gradients of a rule with those of torch's reference.
-    Returns:
-        The first result that differs, and by how much; None if all agree.
-    """
+    """Returns the first result or gradient that differs from torch's, and by how much, or None."""
     expected, found = (_results(one, sizes, tp, dtype, device) for one in (delta_rule, rule))
     for name, reference in expected.items():
         error = float((found[name] - reference).norm() / reference.norm())

@@ -54,8 +54,7 @@ def compute_exactly(
             default.
         kernels: The engine's operations on GPUs; None on CPU.
 
-    Raises:
-        ModelError: A module with parameters has no such operation.
+    Raises ModelError if a module with parameters has no such operation.
     """
     for chunk in chunks:
         for name, module in chunk.named_modules():

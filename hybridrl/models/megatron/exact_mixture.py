@@ -21,11 +21,7 @@ from hybridrl.models.megatron.router import Router
 
 
 def mix_exactly(layer: MoELayer) -> None:
-    """Replaces the forward passes of a layer and its router.
-
-    Raises:
-        ModelError: The layer has a kind of experts that has no such operation.
-    """
+    """Replaces the forward passes of a layer and its router; ModelError for unsupported experts."""
     experts: Any = layer.experts
     if not isinstance(experts, SequentialMLP) or layer.use_shared_expert:
         raise ModelError(

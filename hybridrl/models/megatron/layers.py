@@ -89,8 +89,7 @@ def choose_layers(
         family: Family of the model; if it has its own `layer_spec`, transformer-engine is not used.
         fp32_residual: Whether the residual stream is fp32, which fused norms do not accept.
 
-    Raises:
-        UserError: transformer-engine or FP8 is requested but cannot be used.
+    Raises UserError if transformer-engine or FP8 is requested but cannot be used.
     """
     if wanted == "torch":
         reason = "as set by train.layers"
@@ -142,8 +141,7 @@ def layer_specs(
         recompute: 'selective' recomputes activations of feed-forward layers and experts in the
             backward pass. For grouped experts, `config` makes Megatron do this.
 
-    Raises:
-        UserError: 'selective' is used with a feed-forward layer that LeanMlp cannot replace.
+    Raises UserError for 'selective' with a feed-forward layer that LeanMlp cannot replace.
     """
     layer, final_norm = _layer_spec(kind, family, config)
     if shape.torch_only:
@@ -334,9 +332,7 @@ def shares_prompts(
             builds its mask on the host. With context parallelism on a GPU, gradients have not been
             compared.
 
-    Raises:
-        UserError: Sharing is requested, but an attention class (such as in a user's own layers)
-            does not support it.
+    Raises UserError if sharing is requested, but an attention class (a user's) cannot.
     """
     if wanted is None and not (is_cpu or (kind == "transformer_engine" and cp == 1)):
         return False

@@ -64,9 +64,8 @@ class ExpertInputs(ExtraInputs):
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
         """Returns the recorded experts at each position; empty if the batch has none.
 
-        Raises:
-            BatchError: The records do not fit the model. This is checked on the host, because an
-                expert index out of range would crash a GPU kernel.
+        Raises BatchError if the records do not fit the model: checked on the host, because an index
+        out of range would crash a GPU kernel.
         """
         packed, (num_layers, per_token) = micro.model_inputs, self._sizes
         if ROUTED_EXPERTS not in packed:
@@ -175,11 +174,7 @@ def replay_of(
 
 
 def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Checks that all layers with experts can replay recorded experts.
-
-    Raises:
-        UserError: A layer cannot replay experts; the error names the layer's class.
-    """
+    """Raises UserError, naming the class, if a layer with experts cannot replay recorded ones."""
     for chunk in chunks:
         for part in chunk.modules():
             has_experts = getattr(getattr(part, "mlp", None), "router", None) is not None

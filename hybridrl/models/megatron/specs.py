@@ -30,11 +30,7 @@ def module_of(part: Any) -> Any:
 
 
 def with_module(part: Any, module: type) -> Any:
-    """Returns a copy of a part with a different class and the same submodules.
-
-    Args:
-        module: Subclass of the part's class.
-    """
+    """Returns a copy of a part with a subclass of its class, and the same submodules."""
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, module=module)
     built: Any = module

@@ -118,11 +118,7 @@ def _cudnn_fault(
 
 
 def set_prefix_kernel(chunks: Iterable[torch.nn.Module], uses_two: bool = True) -> None:
-    """Makes all layers attend to long shared prompts in two calls.
-
-    Args:
-        uses_two: If false, keys are copied again.
-    """
+    """Makes all layers attend to long shared prompts in two calls, or else copy keys again."""
     for chunk in chunks:
         for part in chunk.modules():
             attention = getattr(part, "core_attention", None)

@@ -56,8 +56,7 @@ def schedule(
         best-fit packing finds. Micro-batches are empty only if there are fewer items than
         micro-batches.
 
-    Raises:
-        DataError: An item is longer than the budget.
+    Raises DataError if an item is longer than the budget.
     """
     check_lengths(lengths, token_budget)
     squares = [length * length for length in lengths] if attended is None else attended

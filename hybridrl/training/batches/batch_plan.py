@@ -176,9 +176,7 @@ class BatchPlanner:
             batch: Batch with the same samples on all ranks; a rank may hold the tokens of only some
                 samples.
 
-        Raises:
-            RuntimeError: Ranks computed different schedules.
-            DataError: A sample is longer than a micro-batch.
+        Raises RuntimeError if schedules differ, DataError if a sample is longer than a micro-batch.
         """
         batch = batch.with_blobs([name for extra in self.extra_inputs for name in extra.blobs])
         holders, world = batch.holders, self.mesh.world

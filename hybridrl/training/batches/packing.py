@@ -82,8 +82,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     Returns:
         For each pack, its sample indices in ascending order.
 
-    Raises:
-        DataError: A sample is longer than the budget.
+    Raises DataError if a sample is longer than the budget.
     """
     check_lengths(lengths, budget)
     packs: list[list[int]] = []
