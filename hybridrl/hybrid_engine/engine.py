@@ -41,12 +41,7 @@ from hybridrl.hybrid_engine.transports.packed import (
     make_block_group,
 )
 from hybridrl.hybrid_engine.transports.peer import PeerTransport
-from hybridrl.hybrid_engine.transports.transport import (
-    Peers,
-    Traffic,
-    Transport,
-    TransportError,
-)
+from hybridrl.hybrid_engine.transports.transport import Peers, Traffic, Transport, TransportError
 from hybridrl.hybrid_engine.verify import VerifyError, verify
 from hybridrl.models.sources import SourceTensor, WeightSource, memory_of
 from hybridrl.models.weights import RankLayout, check_tensors

@@ -22,13 +22,7 @@ from hybridrl.hybrid_engine.planning.wire_elements import wire_views
 from hybridrl.hybrid_engine.transports.packed import PackedTransport, agree_wire_dtype
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Shape
-from hybridrl.models.hf.shards import (
-    MAX_SHARD_BYTES,
-    HfPlaces,
-    HfWriter,
-    KeptTensors,
-    stored_as,
-)
+from hybridrl.models.hf.shards import MAX_SHARD_BYTES, HfPlaces, HfWriter, KeptTensors, stored_as
 from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 

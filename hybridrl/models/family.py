@@ -20,12 +20,7 @@ from hybridrl.config.own_code import imported
 from hybridrl.errors import MISSING, ModelError, UserError
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.families import FAMILIES
-from hybridrl.models.hf.config_keys import (
-    DECODER_KEYS,
-    QUANTIZATION,
-    check_keys,
-    check_values,
-)
+from hybridrl.models.hf.config_keys import DECODER_KEYS, QUANTIZATION, check_keys, check_values
 from hybridrl.models.mixers import MixerShape
 from hybridrl.models.vision.shape import VisionShape
 

@@ -36,11 +36,7 @@ from hybridrl.models.adapters.rows import (
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.inputs import ExtraInputs
-from hybridrl.models.megatron.adapters import (
-    adapted_rows,
-    adapters_off,
-    add_adapters,
-)
+from hybridrl.models.megatron.adapters import adapted_rows, adapters_off, add_adapters
 from hybridrl.models.megatron.build import (
     build_chunks,
     named_parameters,
@@ -51,11 +47,7 @@ from hybridrl.models.megatron.build import (
 from hybridrl.models.megatron.delta_kernels import choose_rule
 from hybridrl.models.megatron.delta_net import set_rule
 from hybridrl.models.megatron.exact import compute_exactly
-from hybridrl.models.megatron.layers import (
-    begin_gradients,
-    choose_layers,
-    shares_prompts,
-)
+from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.mtp import next_token_layers
 from hybridrl.models.megatron.packed_exactly import EngineKernels
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers

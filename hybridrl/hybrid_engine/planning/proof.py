@@ -10,15 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
 from hybridrl.hybrid_engine.planning.wire_elements import wire_layouts
-from hybridrl.models.boxes import (
-    Box,
-    intersection,
-    moved,
-    show,
-    sizes,
-    tiling_fault,
-    volume,
-)
+from hybridrl.models.boxes import Box, intersection, moved, show, sizes, tiling_fault, volume
 from hybridrl.models.weights import RankLayout, Region
 
 FAULTS = {

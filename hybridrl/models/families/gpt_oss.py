@@ -14,11 +14,7 @@ from typing import Any
 
 from hybridrl.errors import MISSING
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
-from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
-    expert_config,
-    experts_per_token,
-)
+from hybridrl.models.families.experts import EXPERT_KEYS, expert_config, experts_per_token
 from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import read_rotary, rope_parameters
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Rotary, Row, RowKind

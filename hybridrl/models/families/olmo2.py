@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridrl.models.families.decoder import (
-    decoder_family,
-    decoder_rows,
-    decoder_shape,
-    norm_row,
-)
+from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape, norm_row
 from hybridrl.models.families.reading import require
 from hybridrl.models.family import HfConfig, ModelShape, Row
 

@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.families.decoder import (
-    decoder_family,
-    decoder_rows,
-    decoder_shape,
-    norm_row,
-)
+from hybridrl.models.families.decoder import decoder_family, decoder_rows, decoder_shape, norm_row
 from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import rope_parameters
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row, RowKind

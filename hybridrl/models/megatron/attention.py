@@ -40,11 +40,7 @@ from megatron.core.transformer.utils import (
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.errors import ModelError
-from hybridrl.models.megatron.context_parallel import (
-    chunks_of,
-    context_positions,
-    gathered_rows,
-)
+from hybridrl.models.megatron.context_parallel import chunks_of, context_positions, gathered_rows
 from hybridrl.models.megatron.explicit_attention import explicit_attention
 from hybridrl.models.megatron.prefix_attention import TwoCalls
 

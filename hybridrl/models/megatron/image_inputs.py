@@ -26,12 +26,7 @@ from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.inputs import ExtraInputs
-from hybridrl.models.vision.images import (
-    ImageProcessor,
-    Preprocessing,
-    positions,
-    random_image,
-)
+from hybridrl.models.vision.images import ImageProcessor, Preprocessing, positions, random_image
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import empty_features, image_features
 

@@ -19,12 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from hybridrl.models.megatron.attached_loss import AttachedLoss
-from hybridrl.models.megatron.router_replay import (
-    COUNTS,
-    Counted,
-    RoutedExperts,
-    replay_of,
-)
+from hybridrl.models.megatron.router_replay import COUNTS, Counted, RoutedExperts, replay_of
 from hybridrl.models.trainable import has_trained
 
 
