@@ -139,11 +139,7 @@ class QuantizedCopies(_Launches):
 
 @triton.jit
 def _block_maxima(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
-    table,
-    SOURCE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, SOURCE: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     source_size: tl.constexpr = SOURCE.primitive_bitwidth // 8
     together: tl.constexpr = max(ALIGNMENT // source_size, 1)

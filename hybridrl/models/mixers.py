@@ -103,10 +103,7 @@ class DeltaShape(MixerShape):
 
     @property
     def divided(self) -> Mapping[str, int]:
-        return {
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-        }
+        return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
 
     def state_bytes(self, tp: int, itemsize: int) -> int:
         state = self.values * self.key_dim * FP32_BYTES

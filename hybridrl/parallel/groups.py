@@ -155,12 +155,7 @@ class World:
         what = "an exchange of samples"
         with self._explained(what):
             work = dist.all_to_all_single(
-                received,
-                sent,
-                list(received_W),
-                list(sent_W),
-                group=self.cpu_group,
-                async_op=True,
+                received, sent, list(received_W), list(sent_W), group=self.cpu_group, async_op=True
             )
             self.heartbeat.wait(work, what)
 

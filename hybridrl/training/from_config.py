@@ -63,11 +63,7 @@ def model_source(
 
 
 def build_model(
-    mesh: Mesh,
-    source: ModelSource,
-    head: Head,
-    config: Config,
-    lender: ParallelModel | None = None,
+    mesh: Mesh, source: ModelSource, head: Head, config: Config, lender: ParallelModel | None = None
 ) -> ParallelModel:
     """Builds a model on a mesh, with weights from `model.path` or initialized from the seed.
 

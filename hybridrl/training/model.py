@@ -192,11 +192,7 @@ class ParallelModel:
                 source.shape.torch_only,
             )
             self.delta_rule = choose_rule(
-                train.delta_rule,
-                source.shape.mixer,
-                mesh.layout.tp,
-                source.dtype,
-                world.platform,
+                train.delta_rule, source.shape.mixer, mesh.layout.tp, source.dtype, world.platform
             )
         same_on_all_ranks(world, "the library of the layers", self.layers.kind, mesh.ranks)
         same_on_all_ranks(world, "the gated delta rule", self.delta_rule.name, mesh.ranks)

@@ -98,10 +98,7 @@ def windowed_shape(hf_config: HfConfig, default_kv_heads: int | None = None) -> 
 
 
 def decoder_config(
-    hf_config: HfConfig,
-    shape: ModelShape,
-    scale: float | None = None,
-    rotary: Rotary | None = None,
+    hf_config: HfConfig, shape: ModelShape, scale: float | None = None, rotary: Rotary | None = None
 ) -> dict[str, Any]:
     """Returns the arguments of Megatron's TransformerConfig that the model determines.
 

@@ -13,13 +13,7 @@ from hybridrl.models.family import HfConfig, ModelShape, Row
 FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 # `auto_map` names the location of the model's own code.
 KEYS = frozenset(
-    {
-        "auto_map",
-        "embd_pdrop",
-        "original_max_position_embeddings",
-        "resid_pdrop",
-        "sliding_window",
-    }
+    {"auto_map", "embd_pdrop", "original_max_position_embeddings", "resid_pdrop", "sliding_window"}
 )
 
 

@@ -19,12 +19,7 @@ from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
 # transformers' Qwen3_5MoeTextConfig. No layer has a dense feed-forward layer.
 DEFAULTS = qwen3_5.DEFAULTS | {"intermediate_size": 1, "num_key_value_heads": 2}
 KEYS = frozenset(
-    {
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts",
-        "shared_expert_intermediate_size",
-    }
+    {"moe_intermediate_size", "norm_topk_prob", "num_experts", "shared_expert_intermediate_size"}
 )
 
 

@@ -42,9 +42,7 @@ VARYING = ("dynamic", "longrope")
 
 
 def rope_keywords(
-    hf_config: HfConfig,
-    kinds: tuple[str, ...] = KINDS,
-    default_share: float | None = None,
+    hf_config: HfConfig, kinds: tuple[str, ...] = KINDS, default_share: float | None = None
 ) -> dict[str, Any]:
     """Returns GPTModel's arguments for positions, and `rotary` for build.py; see `read_rotary`."""
     rotary = read_rotary(hf_config, kinds, default_share)
@@ -57,9 +55,7 @@ def rope_keywords(
 
 
 def read_rotary(
-    hf_config: HfConfig,
-    kinds: tuple[str, ...] = KINDS,
-    default_share: float | None = None,
+    hf_config: HfConfig, kinds: tuple[str, ...] = KINDS, default_share: float | None = None
 ) -> Rotary:
     """Reads `rope_parameters` (transformers 5), or the older `rope_theta` and `rope_scaling`.
 

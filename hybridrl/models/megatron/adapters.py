@@ -237,9 +237,7 @@ def _with_adapters(base: type) -> type:
     return Adapted
 
 
-def adapted_rows(
-    chunks: Sequence[torch.nn.Module],
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def adapted_rows(chunks: Sequence[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns the rows and projections of each adapter's B, by local name of its module."""
     return {
         f"{index}/{name}": (part.lora_rows, part.lora_places)

@@ -317,9 +317,7 @@ def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
         column_K = torch.arange(int((before + length).max()))[None]
         own_NK = start + torch.minimum(column_K - before, length - 1)
         own_NK[:, : prefix_NP.size(1)] = torch.where(
-            column_K[:, : prefix_NP.size(1)] < before,
-            prefix_NP,
-            own_NK[:, : prefix_NP.size(1)],
+            column_K[:, : prefix_NP.size(1)] < before, prefix_NP, own_NK[:, : prefix_NP.size(1)]
         )
         key_index = shared.rows_S[own_NK]
         is_plain = cp_size == 1 and not bool(before.any())

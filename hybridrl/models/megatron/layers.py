@@ -128,11 +128,7 @@ def _transformer_engine_fault(
 
 
 def layer_specs(
-    kind: LayerKind,
-    family: Family,
-    config: TransformerConfig,
-    recompute: str,
-    shape: ModelShape,
+    kind: LayerKind, family: Family, config: TransformerConfig, recompute: str, shape: ModelShape
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
     """Returns the specs of dense layers and of layers with experts (or None), and the final norm.
     All have attention; see `with_mixer`.

@@ -38,11 +38,7 @@ class NextTokenLayer(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer: ModuleSpec,
-        norm: Any,
-        vp_stage: int | None = None,
+        self, config: TransformerConfig, layer: ModuleSpec, norm: Any, vp_stage: int | None = None
     ) -> None:
         super().__init__(config=config)
         groups = ProcessGroupCollection.use_mpu_process_groups()

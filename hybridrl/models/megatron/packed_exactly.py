@@ -82,11 +82,7 @@ class PackedExactly:
         self._kernels, self._scale, self._num_before = kernels, scale, num_before
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        packed: PackedSequences,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         """Returns the result for packed tokens, (T, heads * D); arguments are not rotated yet."""
         rows: RotaryRows = packed.derived[RotaryRows]

@@ -247,11 +247,7 @@ class BatchPlanner:
         return ModelInput(whole, local, index_S, head, packed)
 
     def _schedule(
-        self,
-        batch: TrainBatch,
-        branches: Branches | None,
-        num_parts: int,
-        is_lookup: bool = False,
+        self, batch: TrainBatch, branches: Branches | None, num_parts: int, is_lookup: bool = False
     ) -> Schedule:
         """Returns the micro-batches of all data-parallel ranks.
 
