@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +29,13 @@ from hybridrl.models.megatron.prefix_attention import (
     CudnnKernel,
     Kernel,
     PrefixAttention,
-    TorchKernel,
     TwoCalls,
     gradient_fault,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from torch_kernel import TorchKernel  # noqa: E402
 
 HEAD_DIM = 128
 WARMUPS, REPEATS = 3, 20

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch_kernel import TorchKernel
 
 from hybridrl.models.family import ModelShape
 from hybridrl.models.megatron import te_attention
@@ -20,7 +21,6 @@ from hybridrl.models.megatron.prefix_attention import (
     Call,
     Kernel,
     PrefixAttention,
-    TorchKernel,
     TwoCalls,
     gradient_fault,
     plain_attention,
