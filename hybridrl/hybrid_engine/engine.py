@@ -30,7 +30,7 @@ from hybridrl.hybrid_engine.memory.phases import (
     TrainingMemory,
     TrainingWeights,
 )
-from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
+from hybridrl.hybrid_engine.planning.owned import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize, wire_views

@@ -19,8 +19,7 @@ from hybridrl.errors import UserError
 from hybridrl.loop.saved_batch import FILE_NAME, SavedBatch, file_name
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
-from hybridrl.training.exploded import explosion_of
-from hybridrl.training.update import Gradients
+from hybridrl.training.update import Gradients, explosion_of
 
 
 class SkippedSteps:

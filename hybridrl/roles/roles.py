@@ -39,11 +39,10 @@ from hybridrl.roles.policy import LossTerm, Policy
 from hybridrl.roles.reward_models import RewardModel, make_reward_models
 from hybridrl.roles.teacher import Teacher, make_teacher
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.training.exploded import explosion_of
 from hybridrl.training.from_config import build_model, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.peer_weights import peer_weights
-from hybridrl.training.update import Gradients
+from hybridrl.training.update import Gradients, explosion_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import torch
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.contracts.batch import TrainBatch
+from hybridrl.errors import UserError
 from hybridrl.metrics.values import SKIPPED
+from hybridrl.models.weight_bounds import exploded, explosion
 from hybridrl.training.batches.batch_plan import ModelInput
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.optimizer import learning_rate
@@ -159,3 +161,21 @@ def _local_sums(loss_name: str, results: Sequence[LossOutput]) -> Mapping[str, f
             else:
                 sums[name] = sums.get(name, 0.0) + number
     return sums
+
+
+def explosion_of(trained: Mapping[str, ParallelModel], symptom: object) -> UserError | None:
+    """Returns an error that names the first trained model whose weights exploded; None if none did.
+
+    Collective; all ranks receive the same result. Models that have not taken an optimizer step yet
+    are ignored.
+
+    Args:
+        trained: Trained models by name; they must be in the training phase.
+    """
+    for name, model in trained.items():
+        parts = model.world.gather_objects(exploded(model.weights_in_place()))
+        found = next((part for part in parts if part is not None), None)
+        if found is not None and model.num_updates:
+            when, rate = f"optimizer step {model.num_updates}", model.peak_learning_rate
+            return explosion(f"{name} {found}", when, symptom, rate)
+    return None

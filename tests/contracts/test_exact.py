@@ -34,7 +34,7 @@ from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, Tr
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
-from hybridrl.models.megatron import exact, exact_linear, packed_exactly
+from hybridrl.models.megatron import exact, packed_exactly
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.roles.policy import Policy
@@ -325,8 +325,8 @@ def test_gradients_of_exact_operations_are_those_of_torch(is_centered: bool) -> 
     seen = torch.ones(9, 9, dtype=torch.bool).tril()[None]
     position = torch.arange(9)[None]
     pairs = (
-        (exact_linear.Linear.apply(x, weight, bias), x @ weight.T + bias, (x, weight, bias)),
-        (exact_linear.Linear.apply(x, weight, None), x @ weight.T, (x, weight)),
+        (exact.Linear.apply(x, weight, bias), x @ weight.T + bias, (x, weight, bias)),
+        (exact.Linear.apply(x, weight, None), x @ weight.T, (x, weight)),
         (
             exact._Swiglu.apply(x),
             torch.nn.functional.silu(x[..., :12]) * x[..., 12:],

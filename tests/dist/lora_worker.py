@@ -31,7 +31,7 @@ from hybridrl.config.placement import Place
 from hybridrl.config.schema import TrainConfig
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine.export import gather_tensors
-from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
+from hybridrl.hybrid_engine.planning.owned import frozen_tensors, without
 from hybridrl.loop import ledger
 from hybridrl.loop.exports import export_peft
 from hybridrl.models.adapters.base_reference import BaseReference, weights_digest

@@ -8,8 +8,12 @@ from math import prod
 import pytest
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
-from hybridrl.hybrid_engine.planning.owned import equal_shares, owned_layout
+from hybridrl.hybrid_engine.planning.owned import (
+    equal_shares,
+    frozen_tensors,
+    owned_layout,
+    without,
+)
 from hybridrl.hybrid_engine.planning.plan import PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import sizes, span_boxes, tiling_fault, volume

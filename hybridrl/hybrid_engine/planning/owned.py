@@ -1,4 +1,4 @@
-"""Computes the layouts of the elements that each rank's optimizer updates.
+"""Computes the layouts of the elements that each rank's optimizer updates, or that never change.
 
 Megatron's distributed optimizer splits each flat parameter buffer into contiguous shards, one per
 data-parallel rank. A rank thus owns a range of a tensor's elements, counted row by row, or no
@@ -18,7 +18,8 @@ without overlap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from hybridrl.models.boxes import Box, intersection, moved, span_boxes
@@ -79,3 +80,33 @@ def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankL
             ranges[name] = (size * at // num, size * (at + 1) // num)
         found.append(owned_layout(own, ranges))
     return found
+
+
+def frozen_tensors(
+    layouts: Sequence[RankLayout], frozen: Sequence[Collection[str]]
+) -> frozenset[str]:
+    """Returns the HF tensors that are frozen on all ranks that hold a part of them.
+
+    `frozen` has the names of each rank's local tensors that never change.
+    """
+    found: set[str] = set()
+    changing: set[str] = set()
+    pairs = list(zip(layouts, frozen, strict=True))
+    for layout, names in {(id(one), id(other)): (one, other) for one, other in pairs}.values():
+        for region in layout.regions:
+            (found if region.local in names else changing).add(region.hf)
+    return frozenset(found - changing)
+
+
+def without(layouts: Sequence[RankLayout], frozen: Collection[str]) -> list[RankLayout]:
+    """Returns the layouts without these HF tensors; their elements become padding.
+
+    Layouts that are one object in the argument are one object in the result.
+    """
+    found: dict[int, RankLayout] = {}
+    for layout in layouts:
+        if id(layout) not in found:
+            kept = tuple(r for r in layout.regions if r.hf not in frozen)
+            gone = tuple((r.local, r.local_box) for r in layout.regions if r.hf in frozen)
+            found[id(layout)] = replace(layout, regions=kept, padding=(*layout.padding, *gone))
+    return [found[id(layout)] for layout in layouts]

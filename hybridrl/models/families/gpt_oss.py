@@ -14,10 +14,10 @@ from typing import Any
 
 from hybridrl.errors import MISSING
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
-from hybridrl.models.families.experts import EXPERT_KEYS, expert_config, experts_per_token
+from hybridrl.models.families.experts import EXPERT_KEYS, expert_config, read_moe
 from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import read_rotary, rope_parameters
-from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Rotary, Row, RowKind
+from hybridrl.models.family import Family, HfConfig, ModelShape, Rotary, Row, RowKind
 from hybridrl.models.hf.config_keys import DECODER_KEYS, QUANTIZATION
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -43,17 +43,12 @@ ROPE = {
 }
 # `experts_per_token` and `initial_context_length` repeat other keys, and only OpenAI's own programs
 # read them.
-KEYS = frozenset(
-    {
-        QUANTIZATION,
-        "attention_bias",
-        "experts_per_token",
-        "initial_context_length",
-        "sliding_window",
-        "swiglu_alpha",
-        "swiglu_limit",
-    }
-)
+# fmt: off
+KEYS = frozenset({
+    QUANTIZATION, "attention_bias", "experts_per_token", "initial_context_length",
+    "sliding_window", "swiglu_alpha", "swiglu_limit",
+})
+# fmt: on
 
 
 def _filled(hf_config: HfConfig) -> dict[str, Any]:
@@ -75,13 +70,11 @@ def shape(hf_config: HfConfig) -> ModelShape:
     if list(config.get("layer_types") or kinds) != kinds:
         allowed = f"{WINDOWED} and {FULL} in turn, beginning with {WINDOWED}"
         raise refusal("layer_types", config["layer_types"], allowed)
-    num_experts = size(config, "num_local_experts", 128)
-    chosen = experts_per_token(config, num_experts, 4)
-    width = size(config, "intermediate_size", 2880)
+    moe = read_moe(config, 128, 4, 2880, "num_local_experts", "intermediate_size")
     handled = ("layer_types", "sliding_window")
     plain = {key: value for key, value in config.items() if key not in handled}
     return replace(
-        decoder_shape(plain, linear_bias=True, moe=MoeShape(num_experts, chosen, width)),
+        decoder_shape(plain, linear_bias=True, moe=moe),
         window=size(config, "sliding_window"),
         num_whole_layers=kinds.count(FULL),
         activation="clamped_swiglu",

@@ -21,18 +21,12 @@ from hybridrl.models.family import HfConfig, LatentShape, ModelShape, Row
 # ignore rms_norm_eps.
 LATENT_EPS = 1e-6
 # Keys that this module handles. transformers computes `head_dim` and `qk_head_dim` itself.
-LATENT_KEYS = frozenset(
-    {
-        "head_dim",
-        "kv_lora_rank",
-        "q_lora_rank",
-        "qk_head_dim",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "rope_interleave",
-        "v_head_dim",
-    }
-)
+# fmt: off
+LATENT_KEYS = frozenset({
+    "head_dim", "kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim",
+    "qk_rope_head_dim", "rope_interleave", "v_head_dim",
+})
+# fmt: on
 LATENT_ROPES = ("default", "yarn")  # engines support only these kinds
 
 

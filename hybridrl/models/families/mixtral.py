@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from hybridrl.models.families.decoder import decoder_family, decoder_shape
-from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
-    ExpertNames,
-    experts_per_token,
-    renormalized_config,
-)
-from hybridrl.models.families.reading import require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape
+from hybridrl.models.families.experts import EXPERT_KEYS, ExpertNames, read_moe, renormalized_config
+from hybridrl.models.families.reading import require
+from hybridrl.models.family import HfConfig, ModelShape
 
 EXPERT = "block_sparse_moe.experts.{E}."
 NAMES = ExpertNames("block_sparse_moe.gate", f"{EXPERT}w1", f"{EXPERT}w3", f"{EXPERT}w2")
@@ -21,9 +16,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
     require(hf_config, "router_jitter_noise", 0.0, (0.0, 0))
     # This family does not have `use_sliding_window`, so a window takes effect whenever it is set.
     require(hf_config, "sliding_window", None, (None,))
-    num_experts = size(hf_config, "num_local_experts", 8)
-    chosen = experts_per_token(hf_config, num_experts, 2)
-    moe = MoeShape(num_experts, chosen, size(hf_config, "intermediate_size"))
+    moe = read_moe(hf_config, 8, 2, None, "num_local_experts", "intermediate_size")
     return decoder_shape(hf_config, default_kv_heads=8, moe=moe)
 
 

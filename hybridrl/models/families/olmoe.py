@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from hybridrl.models.families.decoder import decoder_family, decoder_shape
-from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
-    ExpertNames,
-    expert_config,
-    experts_per_token,
-    read_num_experts,
-)
+from hybridrl.models.families.experts import EXPERT_KEYS, ExpertNames, expert_config, read_moe
 from hybridrl.models.families.reading import require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape
+from hybridrl.models.family import HfConfig, ModelShape
 
-EXPERT = "mlp.experts.{E}."
-NAMES = ExpertNames("mlp.gate", f"{EXPERT}gate_proj", f"{EXPERT}up_proj", f"{EXPERT}down_proj")
 EPSILON = 1e-5
 
 
@@ -29,14 +20,8 @@ def shape(hf_config: HfConfig) -> ModelShape:
     head_dim = size(hf_config, "hidden_size") // size(hf_config, "num_attention_heads")
     require(hf_config, "head_dim", head_dim, (head_dim,))
     require(hf_config, "norm_topk_prob", False, (False,))
-    num_experts = read_num_experts(hf_config, "num_experts", 64)
-    chosen = experts_per_token(hf_config, num_experts, 8)
-    moe = MoeShape(num_experts, chosen, size(hf_config, "intermediate_size"))
+    moe = read_moe(hf_config, 64, 8, None, width_key="intermediate_size")
     return replace(decoder_shape(hf_config, moe=moe), whole_qk_norm=True)
-
-
-def _keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    return expert_config(shape, renormalized=False)
 
 
 FAMILY = decoder_family(
@@ -44,7 +29,7 @@ FAMILY = decoder_family(
     "OlmoeForCausalLM",
     shape,
     EXPERT_KEYS | {"attention_bias", "norm_topk_prob", "num_experts"},
-    experts=NAMES,
-    keywords=_keywords,
+    experts=ExpertNames(),
+    keywords=lambda hf_config, shape: expert_config(shape, renormalized=False),
     defaults={"rms_norm_eps": EPSILON},  # transformers' OlmoeConfig
 )

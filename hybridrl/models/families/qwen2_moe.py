@@ -6,39 +6,19 @@ from __future__ import annotations
 
 from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
+    LISTED_KEYS,
     ExpertNames,
     configured_config,
-    experts_per_token,
     listed_dense_layers,
-    read_num_experts,
+    read_moe,
 )
 from hybridrl.models.families.reading import require, size
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape
+from hybridrl.models.family import HfConfig, ModelShape
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
-EXPERT, SHARED = "mlp.experts.{E}.", "mlp.shared_expert."
-NAMES = ExpertNames(
-    "mlp.gate",
-    f"{EXPERT}gate_proj",
-    f"{EXPERT}up_proj",
-    f"{EXPERT}down_proj",
-    shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
-    shared_gate="mlp.shared_expert_gate",
-)
+NAMES = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 # Windows have no effect unless `use_sliding_window` is set, which is false by default.
-KEYS = frozenset(
-    {
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts",
-        "qkv_bias",
-        "shared_expert_intermediate_size",
-        *WINDOW_KEYS,
-    }
-)
+KEYS = LISTED_KEYS | {"qkv_bias", "shared_expert_intermediate_size", *WINDOW_KEYS}
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
@@ -47,14 +27,14 @@ def shape(hf_config: HfConfig) -> ModelShape:
     # vLLM ignores `head_dim` in this architecture.
     head_dim = size(hf_config, "hidden_size") // size(hf_config, "num_attention_heads")
     require(hf_config, "head_dim", head_dim, (head_dim,))
-    num_experts = read_num_experts(hf_config, "num_experts", 60)
-    moe = MoeShape(
-        num_experts,
-        experts_per_token(hf_config, num_experts, 4),
-        size(hf_config, "moe_intermediate_size", 1408),
+    moe = read_moe(
+        hf_config,
+        60,
+        4,
+        1408,
         shared_ffn_size=size(hf_config, "shared_expert_intermediate_size", 5632),
         has_shared_gate=True,
-        dense_layers=listed_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
+        dense_layers=listed_dense_layers(hf_config),
     )
     return decoder_shape(hf_config, qkv_bias=True, default_kv_heads=16, moe=moe)
 
@@ -63,7 +43,7 @@ FAMILY = decoder_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     shape,
-    EXPERT_KEYS | KEYS,
+    KEYS,
     experts=NAMES,
     keywords=configured_config,
 )

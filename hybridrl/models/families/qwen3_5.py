@@ -33,22 +33,14 @@ DEFAULTS = {
     "num_key_value_heads": 4,
 }
 MROPE_KEYS = ("mrope_interleaved", "mrope_section")
-KEYS = frozenset(
-    {
-        "attention_bias",
-        "attn_output_gate",
-        "full_attention_interval",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-        "mamba_ssm_dtype",
-        "mlp_only_layers",
-        "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-    }
-)
+# fmt: off
+KEYS = frozenset({
+    "attention_bias", "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+})
+# fmt: on
 
 
 def shape(hf_config: HfConfig) -> ModelShape:

@@ -6,13 +6,7 @@ from __future__ import annotations
 
 from hybridrl.models.families import qwen2_moe, qwen3_5
 from hybridrl.models.families.decoder import decoder_family, decoder_rows
-from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
-    expert_rows,
-    experts_per_token,
-    read_num_experts,
-    renormalized_config,
-)
+from hybridrl.models.families.experts import EXPERT_KEYS, expert_rows, read_moe, renormalized_config
 from hybridrl.models.families.reading import require, size
 from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
 
@@ -33,17 +27,12 @@ def shape(hf_config: HfConfig) -> ModelShape:
 def experts_of(
     hf_config: HfConfig, num_experts: int, chosen: int, dense_layers: tuple[int, ...] = ()
 ) -> MoeShape:
-    """Reads the sizes of the experts.
-
-    Args:
-        num_experts, chosen: The architecture's defaults for the number of experts, and of experts
-            per token.
-    """
-    num_experts = read_num_experts(hf_config, "num_experts", num_experts)
-    return MoeShape(
+    """Reads the sizes of the experts; see `read_moe` for the arguments."""
+    return read_moe(
+        hf_config,
         num_experts,
-        experts_per_token(hf_config, num_experts, chosen),
-        size(hf_config, "moe_intermediate_size", 512),
+        chosen,
+        512,
         shared_ffn_size=size(hf_config, "shared_expert_intermediate_size", 512),
         has_shared_gate=True,
         dense_layers=dense_layers,

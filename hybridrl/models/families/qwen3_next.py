@@ -15,7 +15,6 @@ from hybridrl.models.families.experts import (
     expert_rows,
     listed_dense_layers,
 )
-from hybridrl.models.families.reading import size
 from hybridrl.models.family import HfConfig, ModelShape, Row
 from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
@@ -31,8 +30,7 @@ KEYS = qwen3_5_moe.KEYS | {"decoder_sparse_step", *WINDOW_KEYS}
 
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; the defaults come from transformers' Qwen3NextConfig."""
-    dense = listed_dense_layers(hf_config, size(hf_config, "num_hidden_layers"))
-    experts = qwen3_5_moe.experts_of(hf_config, 512, 10, dense)
+    experts = qwen3_5_moe.experts_of(hf_config, 512, 10, listed_dense_layers(hf_config))
     return qwen3_5.hybrid_shape(hf_config, moe=experts)
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 from hybridrl.models.families import qwen3_moe, qwen3_vl
 from hybridrl.models.families.decoder import decoder_shape
 from hybridrl.models.families.experts import (
-    EXPERT_KEYS,
+    ExpertNames,
     expert_rows,
-    experts_per_token,
     listed_dense_layers,
-    read_num_experts,
+    read_moe,
     renormalized_config,
 )
-from hybridrl.models.families.reading import require, size
+from hybridrl.models.families.reading import require
 from hybridrl.models.families.with_images import family_with_images
-from hybridrl.models.family import HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.family import HfConfig, ModelShape, Row
 
 # transformers' Qwen3VLMoeTextConfig
 DEFAULTS = {
@@ -33,19 +32,13 @@ def shape(hf_config: HfConfig) -> ModelShape:
     require(hf_config, "attention_bias", False, (False,))
     # transformers always normalizes the weights of a token's experts.
     require(hf_config, "norm_topk_prob", True, (True,))
-    num_experts = read_num_experts(hf_config, "num_experts", 60)
-    moe = MoeShape(
-        num_experts,
-        experts_per_token(hf_config, num_experts, 4),
-        size(hf_config, "moe_intermediate_size", 1408),
-        dense_layers=listed_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
-    )
+    moe = read_moe(hf_config, 60, 4, 1408, dense_layers=listed_dense_layers(hf_config))
     sizes = decoder_shape(hf_config, qk_norm=True, default_kv_heads=16, moe=moe)
     return qwen3_vl.with_tower(hf_config, sizes, "qwen3_vl_moe")
 
 
 def _rows(shape: ModelShape) -> tuple[Row, ...]:
-    return expert_rows(shape, qwen3_moe.NAMES)
+    return expert_rows(shape, ExpertNames())
 
 
 FAMILY = family_with_images(
@@ -55,7 +48,7 @@ FAMILY = family_with_images(
     DEFAULTS,
     sections=(24, 20, 20),
     do_sections_alternate=True,
-    config_keys=EXPERT_KEYS | qwen3_moe.KEYS,
+    config_keys=qwen3_moe.KEYS,
     expert_rows=_rows,
     keywords=renormalized_config,
 )

@@ -50,47 +50,32 @@ NEUTRAL_KEYS = frozenset({
     "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
     "hybridrl_score_token",
 })
-# fmt: on
+
 # Values for which these keys do not affect results. For every key, transformers treats null as
 # "not set".
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "add_cross_attention": (False,),
-    "attention_bias": (False,),
-    "attention_chunk_size": (),
-    "attention_dropout": (0,),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "attn_pdrop": (0,),
-    "auto_map": (),
-    "clip_qkv": (),
-    "embd_pdrop": (0,),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "hidden_dropout": (0,),
-    "hidden_dropout_prob": (0,),
-    "is_encoder_decoder": (False,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "max_window_layers": (),
-    "mlp_bias": (False,),
-    "n_routed_experts": (0,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
+    **dict.fromkeys((
+        "add_cross_attention", "attention_bias", "is_encoder_decoder", "mlp_bias",
+        "qk_layer_norms", "qk_layernorm", "qk_norm", "rope_interleaved", "tie_encoder_decoder",
+        "use_mrope", "use_qk_norm",
+    ), (False,)),
+    **dict.fromkeys((
+        "attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "hidden_dropout_prob",
+        "n_routed_experts", "neftune_noise_alpha", "num_experts", "num_local_experts",
+        "resid_pdrop",
+    ), (0,)),
+    **dict.fromkeys(
+        ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"), (1,)
+    ),
+    **dict.fromkeys((
+        "attention_chunk_size", "attention_multiplier", "attn_logit_softcapping", "auto_map",
+        "clip_qkv", "final_logit_softcapping", "max_window_layers", "query_pre_attn_scalar",
+        "sliding_window",
+    ), ()),
     "pruned_heads": ({},),
-    "neftune_noise_alpha": (0,),
-    "qk_layer_norms": (False,),
-    "qk_layernorm": (False,),
-    "qk_norm": (False,),
     QUANTIZATION: ({},),
-    "query_pre_attn_scalar": (),
-    "resid_pdrop": (0,),
-    "residual_multiplier": (1,),
-    "rope_interleaved": (False,),
-    "sliding_window": (),
-    "tie_encoder_decoder": (False,),
-    "use_mrope": (False,),
-    "use_qk_norm": (False,),
 }
+# fmt: on
 # Keys that have no effect if `use_sliding_window` is false.
 WINDOW_KEYS = ("max_window_layers", "sliding_window")
 MOST_NAMED = 5

@@ -9,6 +9,7 @@ seed (init.py), so they do not depend on the layout.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,6 @@ from hybridrl.models.megatron.image_inputs import add_deepstack
 from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs, with_mixer
 from hybridrl.models.megatron.mtp import NextTokenLayer
 from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
-from hybridrl.models.megatron.notices import hide_notices
 from hybridrl.models.megatron.rotary_positions import set_rotary
 from hybridrl.models.vision.tower import build_tower
 from hybridrl.models.weights import EXPERTS, Head
@@ -70,6 +70,17 @@ FIXED_KEYWORDS: dict[str, Any] = {
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
     "persist_layer_norm": False,
+}
+
+# Beginnings of notices that users can do nothing about, by the loggers of Megatron-Core 0.19 that
+# print them whenever a model is built. Without a logging configuration they would stand on stderr
+# before the message about a user's mistake. The MLP type is that of models whose norms stand after
+# their layers (post_norm.py): Megatron passes no process group to it, and it then uses the
+# tensor-parallel group, as `MLP` does.
+NOTICES = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
+    "megatron.core.transformer.transformer_layer": "Unknown MLP type",
 }
 
 FP8_KEYWORDS: dict[str, dict[str, Any]] = {
@@ -211,7 +222,7 @@ def build_chunks(
     family_keywords = family.model_keywords(hf_config)
     rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes the frequencies
     scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
-    hide_notices()
+    _hide_notices()
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:
         keywords = {
@@ -363,3 +374,12 @@ def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]
         for name, buffer in chunk.named_buffers()
         if name.endswith(ROUTER_BIAS)
     }
+
+
+def _hide_notices() -> None:
+    for name in NOTICES:  # adding the filter again changes nothing
+        logging.getLogger(name).addFilter(_is_no_notice)
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NOTICES[record.name])

@@ -7,6 +7,10 @@ rollout/vllm/exact_gpu.py). Backward passes are the usual ones. Other activation
 additions are computed element by element, by the same formulas and in the same types on both sides,
 so they need no replacement; on CPU, neither do rotary positions. On GPUs, attention itself rotates
 queries and keys (packed_exactly.py).
+
+Experts run one after another, in the order of their indices, on the tokens that chose them; each
+adds its weighted output to the result, as in the hf engine. Megatron's own dispatcher would sort
+tokens by expert and add up in another order. Routers compute in float32 on both sides.
 """
 
 from __future__ import annotations
@@ -25,13 +29,12 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from hybridrl import ops
 from hybridrl.errors import ModelError
 from hybridrl.models.megatron.attention import PackedAttention
-from hybridrl.models.megatron.exact_linear import multiply
-from hybridrl.models.megatron.exact_mixture import mix_exactly
 from hybridrl.models.megatron.heads import LanguageModel
 from hybridrl.models.megatron.layers import LeanMlp
 from hybridrl.models.megatron.norm import RMSNorm
@@ -226,3 +229,80 @@ class ExactAttention(torch.autograd.Function):
             )
             grads = torch.autograd.grad(result, (query, key, value), grad)
         return None, *grads, None, None, None, None
+
+
+def mix_exactly(layer: MoELayer) -> None:
+    """Replaces the forward passes of a layer and its router; ModelError for unsupported experts."""
+    experts: Any = layer.experts
+    if not isinstance(experts, SequentialMLP) or layer.use_shared_expert:
+        raise ModelError(
+            "numerics.match",
+            "exact",
+            f"close with {type(experts).__name__}"
+            + (" and shared experts" if layer.use_shared_expert else ""),
+            "Set numerics.match=close.",
+        )
+    router: Any = layer.router
+    router.gating = partial(_gating, router)
+    layer.forward = partial(_mixture, layer)  # type: ignore[method-assign]
+
+
+def _gating(router: Router, input: torch.Tensor) -> torch.Tensor:
+    return multiply(input.float(), router.weight.float(), None)
+
+
+def _mixture(
+    layer: MoELayer,
+    hidden_states: torch.Tensor,
+    intermediate_tensors: None = None,
+    padding_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """Takes the place of `MoELayer.forward` on one rank.
+
+    Args:
+        padding_mask: (1, S) bool, true at padding; None if there is no padding.
+    """
+    mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
+    probs_TE, chosen_TE = layer.route(hidden_states, mask)
+    rows_TD = hidden_states.reshape(-1, hidden_states.size(-1))
+    result_TD = torch.zeros_like(rows_TD)
+    experts: Any = layer.experts
+    for number, expert in enumerate(experts.local_experts):
+        token_R = chosen_TE[:, number].nonzero()[:, 0]
+        # An expert without tokens also runs, because the optimizer expects its gradient.
+        output_RD, _ = expert(rows_TD[token_R])
+        weight_R1 = probs_TE[token_R, number, None].to(output_RD.dtype)
+        result_TD = result_TD.index_add(0, token_R, output_RD * weight_R1)
+    return result_TD.view(hidden_states.shape), None
+
+
+def multiply(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    found: torch.Tensor = Linear.apply(x, weight_NK, bias_N)
+    return found
+
+
+class Linear(torch.autograd.Function):
+    """A product with the bits of an engine, and the usual gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_NK)
+        rows_MK = x.reshape(-1, x.size(-1))
+        return ops.invariant_linear(rows_MK, weight_NK, bias_N).view(*x.shape[:-1], len(weight_NK))
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, weight_NK = ctx.saved_tensors
+        grad_MN = grad.reshape(-1, grad.size(-1))
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_MN @ weight_NK).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_MN.T @ x.reshape(-1, x.size(-1))
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_MN.sum(0)
+        return grad_x, grad_weight, grad_bias

@@ -60,7 +60,7 @@ def _route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _experts(experts: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Adds up experts in the order of their indices, as models/megatron/exact_mixture.py does."""
+    """Adds up experts in the order of their indices, as models/megatron/exact.py does."""
     result_TD = torch.zeros_like(hidden_TD)
     for number in experts_TK.unique().tolist():
         token_R, place_R = (experts_TK == number).nonzero(as_tuple=True)

@@ -12,9 +12,8 @@ from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.planning.assign import Assignment, OrderChoice, assign, evaluate_layout
 from hybridrl.hybrid_engine.planning.expert_maps import Engines, ExpertTensors, lay_out_engines
-from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.order import lay_out, order_layout
-from hybridrl.hybrid_engine.planning.owned import equal_shares
+from hybridrl.hybrid_engine.planning.owned import equal_shares, without
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape

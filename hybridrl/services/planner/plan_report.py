@@ -21,8 +21,8 @@ from hybridrl.config.rules_placement import placed
 from hybridrl.config.rules_quantization import quantization_rules
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.hybrid_engine.planning.frozen import without
 from hybridrl.hybrid_engine.planning.nodes import planned_ms, predict, transfer_ms
+from hybridrl.hybrid_engine.planning.owned import without
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize
