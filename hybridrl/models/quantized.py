@@ -100,7 +100,8 @@ def engine_scales(
     for region in layout.regions:
         if region.hf not in quantized:
             continue
-        name, size = _engine_name(region.local), layout.shapes[region.local]
+        stem, slash, index = region.local.partition("/")
+        name, size = f"{stem}{SCALES}{slash}{index}", layout.shapes[region.local]
         hf_box = _in_blocks(region.hf_box, quantized[region.hf], region, block)
         local_box = _in_blocks(region.local_box, size, region, block)
         regions.append(Region(f"{region.hf}{SCALES}", hf_box, name, local_box))
@@ -222,8 +223,3 @@ def _in_blocks(box: Box, shape: Shape, region: Region, block: int) -> Box:
 
 def _num_blocks(shape: Shape, block: int) -> Shape:
     return tuple(-(-size // block) for size in shape)
-
-
-def _engine_name(local: str) -> str:
-    stem, slash, index = local.partition("/")
-    return f"{stem}{SCALES}{slash}{index}"

@@ -86,7 +86,8 @@ def stops_on_signals(
     Raises KeyboardInterrupt or SystemExit if the run was stopped (`StopAsked.end`).
     """
     world.forget_stop()
-    before = _note_signals(world) if _is_main_thread() else {}
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = _note_signals(world) if is_main_thread else {}
     is_saving = threading.Event()
     threading.Thread(
         target=_look, args=(world, notice, is_saving), name="stop", daemon=True
@@ -136,10 +137,6 @@ def _end_unsaved(number: int, grace_s: float, world: World) -> None:
         failure.log(message)
     failure.end()
     os._exit(128 + number)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _note_signals(world: World) -> dict[signal.Signals, Any]:

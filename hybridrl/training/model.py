@@ -151,9 +151,6 @@ class ModelSource:
         """Dimensions of the model, as engines have it."""
         return self.family.shape(self.hf_config)
 
-    def shape_with(self, head: Head) -> ModelShape:
-        return replace(self.shape, has_mtp=self.trains_mtp and head == "lm")
-
 
 class ParallelModel:
     """A model distributed across the ranks of a mesh.
@@ -180,7 +177,7 @@ class ParallelModel:
         world = mesh.world
         self.mesh, self.world = mesh, world
         self.source, self.head, self.train = source, head, train
-        self.shape = source.shape_with(head)
+        self.shape = replace(source.shape, has_mtp=source.trains_mtp and head == "lm")
         with world.all_agree("choosing the library of the layers"):
             self.layers = choose_layers(
                 train.layers,

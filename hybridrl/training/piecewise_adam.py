@@ -100,7 +100,7 @@ class PiecewiseAdam(StepCounts):
                 torch.zeros(2 * num_elements, dtype=torch.uint8, device=device) for _ in names
             )
         for name, part in zip(names, parts, strict=False):
-            self._states[name] = part.view(_dtype_of(name))
+            self._states[name] = part.view(torch.int16 if name == REMAINDER else torch.bfloat16)
         self.state: dict[Tensor, dict[str, Tensor]] = {
             parameter: {
                 name: self._states[name][begin : begin + parameter.numel()]
@@ -264,10 +264,6 @@ def _gather(place: Tensor, parts: Sequence[Tensor]) -> Tensor:
         place[begin : begin + part.numel()].copy_(part)
         begin += part.numel()
     return place
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    return torch.int16 if name == REMAINDER else torch.bfloat16
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[Tensor, int], int]:

@@ -81,13 +81,10 @@ class QuantizedTensor:
             inside = intersection(part.box, box)
             if inside is not None:
                 dest = box_view(place, moved(inside, box, origin))
-                found.append((self._tiles(part, inside), dest))
+                found.append((self.tiles_in(part, inside), dest))
         return found
 
-    def all_tiles(self) -> list[ops.Tiles]:
-        return [self._tiles(part, part.box) for part in self.parts]
-
-    def _tiles(self, part: ScaledPart, inside: Box) -> ops.Tiles:
+    def tiles_in(self, part: ScaledPart, inside: Box) -> ops.Tiles:
         (first, last), (left, right) = inside
         (top, _), (start, _) = part.box
         row, column = part.row + first - top, part.column + left - start
@@ -122,7 +119,8 @@ class QuantizedWeights:
         self._layouts = [with_scales[id(layout)] for layout in source.layouts]
         own = source.layouts[rank]
         _, self._parts = trainer_scales(own, quantized, block)
-        shapes = {name: self._layouts[rank].shapes[name] for name in self._scale_names()}
+        names = dict.fromkeys(part.scales for parts in self._parts.values() for part in parts)
+        shapes = {name: self._layouts[rank].shapes[name] for name in names}
         device = next((one.device for one in source.tensors.values()), torch.device("cpu"))
         # One buffer, so that all scales are computed together.
         sizes = [rows * columns for rows, columns in shapes.values()]
@@ -144,10 +142,6 @@ class QuantizedWeights:
             self._searched.append(QuantizedTensor(weight, parts, self._raised, block))
         self._watch = AddressWatch({name: one.weight for name, one in self._bits.items()})
         self._block = block
-
-    def _scale_names(self) -> list[str]:
-        names = (part.scales for parts in self._parts.values() for part in parts)
-        return [*dict.fromkeys(names)]
 
     @property
     def layouts(self) -> Sequence[RankLayout]:
@@ -174,7 +168,7 @@ class QuantizedWeights:
     def refresh(self) -> None:
         self._source.refresh()
         if self._watch.look_again():
-            tiles = [tiles for one in self._searched for tiles in one.all_tiles()]
+            tiles = [one.tiles_in(part, part.box) for one in self._searched for part in one.parts]
             self._search = ops.block_maxima(tiles, self._maxima.device, self._block)
         self._maxima.zero_()
         self._search.run()

@@ -108,11 +108,6 @@ def evaluate_parts(
     return Assignment(layout, int(costs.receive(places)[0]), int(costs.send(places)[0]))
 
 
-def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
-    """Returns how many elements of each part (inner index) each source rank (outer index) lacks."""
-    return Costs.of(sources, parts).missing
-
-
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
     """Returns the size of a unit of ranks, of whole replicas, and the candidate patterns.
 

@@ -23,7 +23,6 @@ from hybridrl.hybrid_engine.planning.assign import (
     assign,
     domain_of,
     evaluate_parts,
-    missing_elements,
     numbered,
     part_patterns,
 )
@@ -126,7 +125,7 @@ class _Search:
         ranks: Sequence[int],
     ) -> None:
         dense = [_without_experts(part, tensors) for part in parts]
-        self._missing = missing_elements(sources, dense)[list(ranks)]
+        self._missing = Costs.of(sources, dense).missing[list(ranks)]
         self._num_experts = tensors.num_experts
         found: dict[int, np.ndarray] = {}
         for source in (sources[rank] for rank in ranks):

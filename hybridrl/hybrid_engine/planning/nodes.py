@@ -87,7 +87,11 @@ def predict(
     `itemsize` is the size of an element, `chunk_bytes` the maximum size of a message.
     """
     nodes = _nodes(joined, cluster.gpus_per_node)
-    wants = _wants(joined, nodes)
+    # The pieces that a node needs, keyed by the target classes of its GPUs.
+    wants: dict[tuple[int, ...], Wants] = {
+        classes: Counter(joined.wanted_by(classes).values())
+        for classes in dict.fromkeys(node.targets for node in nodes)
+    }
     between = _between(joined, nodes, wants)
     balance_senders([demand for _, demand in between], len(nodes))
     crossing = np.zeros((len(nodes), len(nodes)), np.int64)
@@ -206,14 +210,6 @@ def _nodes(joined: Join, gpus: int) -> list[_Node]:
         node = _Node(joined.kinds, sources, targets)
         nodes.append(found.setdefault((sources, targets), node))
     return nodes
-
-
-def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]:
-    """Returns the pieces that a node needs, keyed by the target classes of its GPUs."""
-    found: dict[tuple[int, ...], Wants] = {}
-    for classes in dict.fromkeys(node.targets for node in nodes):
-        found[classes] = Counter(joined.wanted_by(classes).values())
-    return found
 
 
 def _between(

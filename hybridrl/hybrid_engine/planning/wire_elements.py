@@ -28,16 +28,12 @@ if TYPE_CHECKING:
     AnyTensor = TypeVar("AnyTensor", Tensor, SourceTensor)
 
 
-def kept_tensors(layout: RankLayout) -> frozenset[str]:
-    """Returns the names of the local tensors that are kept in fp32."""
-    return frozenset(region.local for region in layout.regions if is_kept_in_fp32(region.hf))
-
-
 def fixed_sizes(layout: RankLayout) -> dict[str, int]:
     """Returns the bytes of an element of the local tensors whose type does not depend on the type
     of the other weights: tensors that are kept in fp32, FP8 weights and their scales.
     """
-    return {**element_sizes(layout), **dict.fromkeys(kept_tensors(layout), FP32)}
+    kept = {region.local: FP32 for region in layout.regions if is_kept_in_fp32(region.hf)}
+    return {**element_sizes(layout), **kept}
 
 
 def wire_itemsize(layouts: Sequence[RankLayout], itemsize: int) -> int:

@@ -188,7 +188,8 @@ class PackedTransport:
             held = {part.stream: place for part, place in chain(*incoming.values())}
         for transfer in chain(self._blocks, *(step.transfers for step in self._steps)):
             counter = sent if transfer.op is dist.isend else received
-            counter[self._is_far(transfer.group_peer)] += transfer.tensor.nbytes
+            is_far = transfer.group_peer // self._domain_size != self._rank // self._domain_size
+            counter[is_far] += transfer.tensor.nbytes
         self._traffic = Traffic(
             sent_bytes=sent.total(),
             received_bytes=received.total(),
@@ -212,7 +213,8 @@ class PackedTransport:
             slot = number % SLOTS
             if number >= SLOTS:  # both buffers of this slot must be reusable
                 self._wait(works[number - SLOTS])
-                self._wait_unpacked(slot)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream().wait_event(self._unpacked[slot])
             if step.reads_last:
                 self._wait(works[number - 1])
             step.pack.run()
@@ -235,10 +237,6 @@ class PackedTransport:
         """Makes operations that are enqueued later wait for messages; on CPU, waits immediately."""
         for work in works:
             work.wait()
-
-    def _wait_unpacked(self, slot: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().wait_event(self._unpacked[slot])
 
     def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
         """Enqueues the `with` block on another stream, after the current stream's work so far."""
@@ -274,9 +272,6 @@ class PackedTransport:
 
     def _copies(self, fills: Iterator[Fill]) -> ops.Copies:
         return copies_of(fills, self._device, self._programs)
-
-    def _is_far(self, peer: int) -> bool:
-        return peer // self._domain_size != self._rank // self._domain_size
 
     def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
         message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))

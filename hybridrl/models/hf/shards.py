@@ -56,12 +56,6 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns zero-filled CPU tensors for a layout, in `dtype` except for tensors kept in fp32."""
-    types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
-    return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
-
-
 def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the data type of an HF tensor in a model of type `dtype`."""
     return torch.float32 if is_kept_in_fp32(hf_name) else dtype

@@ -221,7 +221,10 @@ def build_chunks(
     spec = layer_specs(layers, family, config, recompute, shape)
     family_keywords = family.model_keywords(hf_config)
     rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes the frequencies
-    scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
+    scales = family_keywords.pop("scales", Scales())
+    if scales.is_rounded:
+        rounded = float(torch.tensor(scales.embedding).to(config.params_dtype))
+        scales = replace(scales, embedding=rounded)
     _hide_notices()
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:
@@ -275,12 +278,6 @@ def build_chunks(
     _mark_gradients(chunks, config, shape)
     gather_tokens(chunks, shape)
     return chunks
-
-
-def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
-    if not scales.is_rounded:
-        return scales
-    return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
 
 
 def _mark_gradients(

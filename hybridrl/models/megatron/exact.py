@@ -243,12 +243,8 @@ def mix_exactly(layer: MoELayer) -> None:
             "Set numerics.match=close.",
         )
     router: Any = layer.router
-    router.gating = partial(_gating, router)
+    router.gating = lambda input: multiply(input.float(), router.weight.float(), None)
     layer.forward = partial(_mixture, layer)  # type: ignore[method-assign]
-
-
-def _gating(router: Router, input: torch.Tensor) -> torch.Tensor:
-    return multiply(input.float(), router.weight.float(), None)
 
 
 def _mixture(
