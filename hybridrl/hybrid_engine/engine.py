@@ -333,10 +333,7 @@ class HybridEngine:
         return traffic
 
     def _choose_plan(self) -> None:
-        """Chooses the plan of all weights, or the one without frozen weights; may be collective.
-
-        Only one transport exists at a time, since each has staging buffers.
-        """
+        """Chooses the plan; only one transport exists at a time, since each has staging buffers."""
         wanted = self._changing if self._has_frozen else self.plan
         if wanted is not self._moved:
             self.transport.close()
@@ -424,10 +421,7 @@ def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
-    """Returns every rank's layout or set of names.
-
-    Ranks with equal values share one object, which only the first of them sends.
-    """
+    """Returns all ranks' layouts or names; equal ones are one object, which one rank sends."""
     digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
         digest: peers.broadcast_object(own, digests.index(digest))

@@ -134,10 +134,7 @@ def gather_tensors(
 
 
 def _turns(groups: Iterable[Sequence[str]], writers: Sequence[int]) -> list[dict[int, str]]:
-    """Returns for each round the name of the tensor that each writer receives.
-
-    Each group goes to the writer that has the fewest tensors so far.
-    """
+    """Returns the tensor of each writer in each round; the writer with fewest gets each group."""
     queues: dict[int, list[str]] = {writer: [] for writer in writers}
     for group in groups:
         queues[min(queues, key=lambda one: len(queues[one]))] += group

@@ -75,8 +75,6 @@ def trained_family(
 ) -> Family:
     """Returns a family whose weight table contains only the trained parameters.
 
-    Layouts, shapes and sizes that are computed from it cover only trained parameters.
-
     Args:
         head: Head of the model; a value head is always trained.
     """

@@ -32,10 +32,7 @@ def num_called() -> int:
 
 
 def latest_calls() -> list[Call]:
-    """Returns the unfinished calls and the last call in each group, oldest first.
-
-    Groups with a single rank are skipped.
-    """
+    """Returns unfinished calls and the last one of each group of several ranks, oldest first."""
     ranks: dict[str, Sequence[int]] = {
         str(group.group_name): even(dist.get_process_group_ranks(group))
         for group in _groups()

@@ -42,10 +42,7 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMapping:
-    """Calls the CUDA driver for one device, once in each method.
-
-    Raises torch.OutOfMemoryError, or RuntimeError with the driver's code for other failures.
-    """
+    """Calls the CUDA driver for one device; OutOfMemoryError, or RuntimeError with its code."""
 
     def __init__(self, device: torch.device) -> None:
         torch.zeros(1, device=device)  # creates the CUDA context, and makes it this thread's

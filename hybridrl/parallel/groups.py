@@ -160,10 +160,7 @@ class World:
             self.heartbeat.wait(work, what)
 
     def exchange_objects(self, sent: Mapping[int, Any]) -> list[Any]:
-        """Returns the (picklable) objects from all ranks, in rank order, None for none; over gloo.
-
-        `sent` has objects by receiving rank; they are sent directly.
-        """
+        """Returns the (picklable) objects from all ranks; `sent` has those for each rank."""
         packed = [pack(sent.get(rank)) for rank in range(self.size)]
         sizes = torch.tensor([len(one) for one in packed])
         sizes_in, ones = torch.empty_like(sizes), [1] * self.size
@@ -175,10 +172,7 @@ class World:
         return [unpack(part) for part in received.split(lengths)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns the (picklable) `value` of every rank, in rank order; over gloo.
-
-        NumPy arrays are sent without pickling.
-        """
+        """Returns every rank's (picklable) `value`; NumPy arrays are sent without pickling."""
         return self._gather(pack(value), "an exchange of values")
 
     def broadcast_object(self, value: Any, source: int) -> Any:

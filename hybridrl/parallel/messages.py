@@ -54,10 +54,7 @@ def broadcast_object(
     group: dist.ProcessGroup,
     wait: Callable[[dist.Work], None],
 ) -> Any:
-    """Returns the (picklable) `value` of rank `source` on every rank of a gloo group.
-
-    All ranks of the group call this; `wait` waits for a collective.
-    """
+    """Returns the (picklable) `value` of rank `source` on every rank of a gloo group."""
     packed = pack(value if is_source else None)
     size = torch.tensor([len(packed)])
     wait(dist.broadcast(size, source, group, async_op=True))

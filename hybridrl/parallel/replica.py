@@ -82,8 +82,7 @@ class EngineGroup:
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts summing `values`, on the CPU, over all ranks with an engine.
 
-        Returns a function that waits for the sum and returns it. The function raises PeerError if a
-        rank is lost or does not arrive.
+        Returns a function that waits for the sum; PeerError if a rank is lost or does not arrive.
         """
         total, what = values.clone(), "a sum of generation progress"
         if self._group is None:

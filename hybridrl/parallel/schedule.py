@@ -60,10 +60,7 @@ def forward_only(
     lengths: Sequence[int],
     forward: Forward[Item],
 ) -> list[Any]:
-    """Runs all micro-batches without gradients; see `forward_backward` for the arguments.
-
-    Returns the outputs of the last chunk, in order, on the last stage; [] on others.
-    """
+    """Runs all micro-batches without gradients; the last stage gets the outputs, others []."""
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         progress.advance()

@@ -95,11 +95,7 @@ def start_weights(model: ParallelModel, seed: int) -> None:
 
 
 def start_adapters(model: ParallelModel, path: str | None, seed: int) -> None:
-    """Loads this rank's part of the adapters from a PEFT directory, or initializes it.
-
-    Args:
-        path: PEFT directory; None to draw A from the seed and set B to zero.
-    """
+    """Loads this rank's adapters from a PEFT directory; without one, draws A and zeroes B."""
     if not model.mesh.is_member:
         return
     layout, tensors = model.adapter_layout(), model.adapter_weights()

@@ -116,10 +116,7 @@ class PiecewiseAdam(StepCounts):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates all parameters with the gradients in `decoupled_grad`.
-
-        If the state is in host memory, returns once it is complete there.
-        """
+        """Updates all parameters with `decoupled_grad`; a state on the host is then complete."""
         self.count_step()
         pieces = list(self._pieces())
         states = [self._states_of(piece) for piece in pieces]
@@ -191,11 +188,7 @@ class _Scratch:
     def update(
         self, piece: _Piece, group: Mapping[str, Any], state: Sequence[Tensor], scale: float
     ) -> None:
-        """Updates the weights of a piece, and its state.
-
-        Args:
-            state: States of the piece on the device, in the order of `state_names`.
-        """
+        """Updates a piece's weights and its state on the device, in the order of `state_names`."""
         size = piece.end - piece.begin
         gradient, change = self._gradient[:size], self._change[:size]
         exp_avg, exp_avg_sq = (

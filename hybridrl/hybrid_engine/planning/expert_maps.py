@@ -166,10 +166,7 @@ class _Search:
     def _tried(
         self, first: int, pattern: np.ndarray
     ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-        """Evaluates a pattern for consecutive ranks that begin with `first`.
-
-        Returns the maximum and the sum of elements that ranks lack, and the experts of each rank.
-        """
+        """Returns a pattern's largest and total lack from rank `first` on, and ranks' experts."""
         members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
         maps: list[tuple[int, ...]] = [()] * len(pattern)
         for replica in zip(*(ranks.tolist() for ranks in members), strict=True):
@@ -250,10 +247,7 @@ class _ExpertAssignment:
         )
 
     def give_on(self, circle: Sequence[int]) -> None:
-        """Moves experts around a cycle of ranks, from each to the next, of its cheapest kind.
-
-        All ranks give the same number, the largest that each of them can give.
-        """
+        """Moves as many experts as all can give around a cycle, of each giver's cheapest kind."""
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
         for giver, taker in pairs:
@@ -306,10 +300,7 @@ class _ExpertAssignment:
 
 
 def _gaining_circle(costs: np.ndarray) -> list[int] | None:
-    """Returns a cycle of ranks with negative total cost, or None (Bellman-Ford from all ranks).
-
-    In the cycle, each rank gives an expert to the next rank.
-    """
+    """Returns a cycle of ranks that pass on experts at negative cost, or None (Bellman-Ford)."""
     num_ranks = len(costs)
     least, before, changed = np.zeros(num_ranks, np.int64), [0] * num_ranks, -1
     for _ in range(num_ranks):

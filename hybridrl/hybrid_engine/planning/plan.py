@@ -267,7 +267,6 @@ def plan_reshard(
     Args:
         sources, targets: Layouts that each rank holds and needs; some targets may be empty.
         itemsize: Size in bytes of an element as it is sent; a value may consist of several.
-        domain_size: Number of consecutive ranks on one node; None if all are on one node.
         weight_itemsize: Size in bytes of a weight as it is sent, unless it has its own size
             (wire_elements.py); None for one element.
 

@@ -62,10 +62,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
-    """Returns a digest of everything that determines initial weights.
-
-    device: Type of the device, because each draws other random numbers.
-    """
+    """Returns a digest of all that determines initial weights, also the type of the device."""
     content = [hf_config, seed, device]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -188,11 +188,7 @@ def norm_row(megatron: str, hf: str, width: int, kind: RowKind = "replicated") -
 
 
 def fused(rows: Iterable[Row], tensors: Mapping[str, str]) -> tuple[Row, ...]:
-    """Replaces several HF tensors by one fused tensor in some rows.
-
-    Args:
-        tensors: For each kind of row to change, the fused tensor's name relative to the layer.
-    """
+    """Replaces HF tensors in rows of these kinds by one, which is named relative to the layer."""
 
     def fuse(row: Row) -> Row:
         name = f"model.layers.{{L}}.{tensors[row.kind]}.weight"

@@ -57,11 +57,7 @@ def filled(hf_config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
-    """Reads the sizes of a Gemma 2 or 3 model.
-
-    Args:
-        every: Interval between layers without a window; ignored if `layer_types` is set.
-    """
+    """Reads the sizes; without `layer_types`, every `every`th layer has no window."""
     require(hf_config, "hidden_activation", GELU, (GELU,))
     require(hf_config, "hidden_act", GELU, (GELU,))  # no known program reads this key
     handled = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")

@@ -61,10 +61,7 @@ def not_a(key: str, value: object, allowed: str) -> ModelError:
 
 
 def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[object, ...]) -> None:
-    """Raises ModelError unless the value at `key` equals one of `allowed`, including its type.
-
-    If the key is absent or null, its value is `default`.
-    """
+    """Raises ModelError unless the value (or `default`) equals, with its type, one of `allowed`."""
     value = hf_config.get(key)
     value = default if value is None else value
     if not any(type(value) is type(one) and value == one for one in allowed):

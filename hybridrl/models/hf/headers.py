@@ -164,10 +164,7 @@ class HfHeaders:
         )
 
     def _bytes_of(self, name: str) -> memoryview:
-        """Returns a tensor's bytes as memory-mapped data.
-
-        safetensors would return a NumPy array, but NumPy does not support bfloat16.
-        """
+        """Returns a tensor's bytes, memory-mapped: safetensors' NumPy arrays lack bfloat16."""
         file = self.files[name]
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")

@@ -36,10 +36,7 @@ def context_positions(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> 
 
 
 def gathered_rows(cu_seqlens: Sequence[int], cp_size: int) -> torch.Tensor:
-    """Returns the row of each packed position after a gather over the ranks, (total,) int64.
-
-    A gather concatenates the positions of rank 0, 1, ...
-    """
+    """Returns the row of each packed position after a gather over the ranks, (total,) int64."""
     held = torch.cat([context_positions(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     rows = torch.empty_like(held)
     rows[held] = torch.arange(len(held))

@@ -64,11 +64,7 @@ class Router(TopKRouter):
         return logits + self.bias.float()
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Does nothing.
-
-        Megatron's own token count (0.16.1) does not accept a padding mask of this shape; the bias
-        is updated from `tokens_E`.
-        """
+        """Does nothing: Megatron's count takes no such mask, and `tokens_E` updates the bias."""
 
     def clear(self) -> None:
         self.tokens_E = self.entropy = self.replayed = None
@@ -117,10 +113,7 @@ class Router(TopKRouter):
             self.tokens_E, self.entropy = self.tokens_E + tokens_E, self.entropy + entropy
 
     def _shares(self, logits_TE: Tensor) -> Tensor:
-        """Returns the experts' scores, normalized to sum to 1, (T, E) fp32.
-
-        The normalized scores are a softmax, or sigmoids divided by their sum.
-        """
+        """Returns the experts' scores, by softmax or sigmoids divided by their sum, (T, E) fp32."""
         if self.score_function == "softmax":
             return logits_TE.float().softmax(-1)
         scores_TE = logits_TE.float().sigmoid()

@@ -75,11 +75,7 @@ def take_weights(
     names: Collection[str],
     device: torch.device,
 ) -> None:
-    """Replaces parameters by those of another model; other parameters without memory become zero.
-
-    Args:
-        names: Local names of the parameters to replace, from `shareable`.
-    """
+    """Replaces the parameters `names` by another model's; others without memory become zero."""
     shared: Mapping[str, torch.nn.Parameter] = named_parameters(others)
     for local, parameter in named_parameters(chunks).items():
         chunk, _, path = local.partition("/")

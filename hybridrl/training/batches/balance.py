@@ -126,12 +126,7 @@ def _spread(
 
 
 def _assign_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
-    """Assigns `per_rank` items to each rank so that all ranks have similar total cost.
-
-    Repeatedly assigns the costliest remaining item to the cheapest rank that has fewer than
-    `per_rank` items. Then swaps items between the costliest and the cheapest rank as long as this
-    reduces the difference between them.
-    """
+    """Assigns `per_rank` items to each rank, costliest first; swaps then even out the ranks."""
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     cheapest = [(0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

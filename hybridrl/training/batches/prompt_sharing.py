@@ -289,10 +289,7 @@ class _Group:
         return [*units, self._unit(members)]
 
     def even_units(self, most: int, most_key_rows: int) -> list[Unit]:
-        """Divides the samples into few similar units that are within both limits.
-
-        Units of one sample are always within the limits.
-        """
+        """Divides the samples into few similar units within both limits, as single samples are."""
         by_length = sorted(self.samples, key=lambda sample: (-self.own[sample], sample))
         own = sum(self.own.values())
         key_rows = own + self.prefix * len(self.samples)
