@@ -167,12 +167,11 @@ class Case(CaseRecord):
             raise RuntimeError(f"{name} ends before all that it copies has arrived")
         verify_s = self.clock.seconds(self.engine.verify)
         timing = self.clock.time(run, self.job["iterations"])
-        held = self.world.gather_objects((transport.launches, transport.extra_bytes))
+        staged = self.world.gather_objects(transport.run().staging_bytes)
         return {
             **timing.report(),
             **self.rates(timing.ms),
-            "launches": max(launches for launches, _ in held),
-            "extra_bytes": max(extra for _, extra in held),
+            "extra_bytes": max(staged),
             "verify_s": verify_s,
             "is_auto": type(transport) is type(self.engine.transport),
         }

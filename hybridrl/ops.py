@@ -257,14 +257,6 @@ def invariant_logps(
 class Copies(Protocol):
     """A fixed list of copies between tensors. The tensors' addresses must not change."""
 
-    @property
-    def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches."""
-
-    @property
-    def table_bytes(self) -> int:
-        """Size in bytes of its tables in device memory."""
-
     def run(self) -> None:
         """Enqueues all copies on the device's current stream."""
 

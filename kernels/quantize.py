@@ -58,16 +58,6 @@ class _Launches:
             for kind, bands in sorted(found.items(), key=str)
         ]
 
-    @property
-    def num_launches(self) -> int:
-        """Number of kernels that one `run()` launches."""
-        return len(self._tables)
-
-    @property
-    def table_bytes(self) -> int:
-        """Device memory that the tables occupy, in bytes."""
-        return sum(table.nbytes for table, _ in self._tables)
-
 
 class BlockMaxima(_Launches):
     """Raises each block's entry to the largest magnitude of the block's elements; see

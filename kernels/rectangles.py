@@ -92,14 +92,6 @@ class RectangleCopies:
         ]
         self._compiled: list[Any] = [None] * len(self._launches)
 
-    @property
-    def num_launches(self) -> int:
-        return len(self._launches)
-
-    @property
-    def table_bytes(self) -> int:
-        return sum(table.nbytes for table, _ in self._launches)
-
     def run(self) -> None:
         for number, (table, kind) in enumerate(self._launches):
             self._compiled[number] = self._launch(table, kind, self._compiled[number])

@@ -284,9 +284,6 @@ class RectangleCopies:
         pairs: (source, destination) views of equal shapes; destinations do not overlap.
     """
 
-    num_launches = 0
-    table_bytes = 0
-
     def __init__(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -325,9 +322,6 @@ class BlockMaxima:
     Args:
         tiles: Rectangles; their scales contain maxima, as the bits of fp32 numbers.
     """
-
-    num_launches = 0
-    table_bytes = 0
 
     def __init__(self, tiles: Sequence[Tiles], device: torch.device, block: int = BLOCK) -> None:
         self._tiles, self._block = list(tiles), block
@@ -386,9 +380,6 @@ class QuantizedCopies:
     Args:
         pairs: Rectangles of weights with their scales, and destinations of equal shapes, uint8.
     """
-
-    num_launches = 0
-    table_bytes = 0
 
     def __init__(
         self,

@@ -203,7 +203,7 @@ def test_graphs_of_a_sync_are_made_before_its_barrier() -> None:
     """To make one waits for the device, which would wait at the barrier for a rank that is lost."""
     did: list[str] = []
     transport: Any = object.__new__(PeerTransport)
-    transport.prepare = lambda: did.append("prepared")
+    transport._prepare = lambda: did.append("prepared")
     work = SimpleNamespace(capture=lambda: did.append("captured"))
     transport._repeated = [work, work]
     transport._cut_up = lambda: did.append("barrier and cut-up")

@@ -135,24 +135,9 @@ class PackedTransport:
             )
             self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
 
-    @property
-    def launches(self) -> int:
-        exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
-        return sum(copy.num_launches for copy in self._all_copies()) + exchanges
-
-    @property
-    def extra_bytes(self) -> int:
-        tables = sum(copy.table_bytes for copy in self._all_copies())
-        return tables + self._traffic.staging_bytes
-
-    def _all_copies(self) -> Iterator[ops.Copies]:
-        yield self._local
-        for step in self._steps:
-            yield from (step.pack, step.unpack)
-
     @torch.no_grad()
     def run(self) -> Traffic:
-        self.prepare()
+        self._prepare()
         if self._steps or self._blocks:
             self._work.run()
         else:
@@ -162,7 +147,7 @@ class PackedTransport:
     def close(self) -> None:
         self._work.close()
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Creates buffers, tables and messages; creates them again only if a tensor has moved."""
         # All tensors are checked, because any source may have been replaced by another tensor with
         # the same name.

@@ -99,19 +99,9 @@ class PeerTransport:
             staging_bytes=0,
         )
 
-    @property
-    def launches(self) -> int:
-        batches = sum(batch.num_launches for batch in self._batches)
-        kernels = sum(kernel.num_launches for kernel in self._kernels)
-        return kernels + batches + 2 * bool(self._plan.streams)
-
-    @property
-    def extra_bytes(self) -> int:
-        return sum(kernel.table_bytes for kernel in self._kernels)
-
     @torch.no_grad()
     def run(self) -> Traffic:
-        self.prepare()
+        self._prepare()
         # Capture before the barrier: capturing waits for the device, and a barrier on the device
         # never ends if a rank has failed.
         for work in self._repeated:
@@ -128,7 +118,7 @@ class PeerTransport:
         Waiting for the device here could mean waiting for a failed rank at a barrier.
         """
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Creates the tables of the copies; creates them again only if a destination has moved."""
         if not self._watch.look_again():
             return
@@ -163,12 +153,10 @@ class PeerTransport:
         on_rank = ops.rectangle_copies(local, self._device, programs=programs)
         unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
-        self._kernels = on_rank, self._remote, unpack
         self._repeated = []
-        has_cut_up = bool(self._plan.streams or self._remote.num_launches)
-        self._cut_up = self._repeat(self._read_cut_up, has_cut_up)
-        self._local = self._repeat(on_rank.run, on_rank.num_launches > 0)
-        self._unpack = self._repeat(unpack.run, unpack.num_launches > 0)
+        self._cut_up = self._repeat(self._read_cut_up, bool(self._plan.streams or remote))
+        self._local = self._repeat(on_rank.run, bool(local))
+        self._unpack = self._repeat(unpack.run, bool(staged.from_staging))
 
     def _agree_on_kernel(self, peers: Peers) -> list[int]:
         """Returns how many bytes of each peer's blocks this rank's kernel reads; collective."""

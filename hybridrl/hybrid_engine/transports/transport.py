@@ -40,17 +40,6 @@ class Traffic:
 class Transport(Protocol):
     """Copies a plan's slices between the ranks' tensors; collective."""
 
-    @property
-    def launches(self) -> int:
-        """Number of kernels, copy batches and collectives that one `run()` launches."""
-
-    @property
-    def extra_bytes(self) -> int:
-        """Device memory that stays allocated between calls of `run`, in bytes."""
-
-    def prepare(self) -> None:
-        """Allocates what `run` needs, so that `launches` and `extra_bytes` are known."""
-
     def run(self) -> Traffic:
         """Fills the destination tensors, on the device's current stream."""
 
@@ -85,14 +74,6 @@ class ComputedCopies:
         self, copies: Sequence[ops.Copies], slices: Sequence[tuple[ComputedSlice, Tensor]]
     ) -> None:
         self._copies, self._slices = copies, slices
-
-    @property
-    def num_launches(self) -> int:
-        return sum(copies.num_launches for copies in self._copies) + len(self._slices)
-
-    @property
-    def table_bytes(self) -> int:
-        return sum(copies.table_bytes for copies in self._copies)
 
     def run(self) -> None:
         for copies in self._copies:
