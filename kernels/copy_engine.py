@@ -159,9 +159,7 @@ def has_copy_engine() -> bool:
 
 @cache
 def _batch_call() -> tuple[Any, tuple[Any, ...]]:
-    """Returns the driver's function for batched copies, and the extra argument that its first
-    version needs.
-    """
+    """Returns the driver's function for batched copies, and its first version's extra argument."""
     driver = ctypes.CDLL("libcuda.so.1")
     if hasattr(driver, "cuMemcpyBatchAsync_v2"):
         return driver.cuMemcpyBatchAsync_v2, ()

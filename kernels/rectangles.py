@@ -195,9 +195,7 @@ def _as_units(entry: Tile, itemsize: int) -> tuple[Kind, Tile]:
 
 
 def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
-    """Splits a rectangle into tiles of whole rows, or into pieces of rows that are longer than a
-    tile.
-    """
+    """Splits a rectangle into tiles of whole rows, or into pieces of longer rows."""
     source, dest, rows, columns, source_stride, dest_stride = entry
     most = TILE * STEPS
     step = max(1, most // columns)

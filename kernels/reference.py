@@ -252,9 +252,7 @@ def _slope(products: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Yields ranges of tokens whose gathered weights fit into CHUNK_BYTES; yields nothing if the
-    shard is empty.
-    """
+    """Yields ranges of tokens whose gathered weights fit into CHUNK_BYTES; none without a shard."""
     step = max(CHUNK_BYTES // (4 * columns_TK.size(1) * weight_VD.size(1)), 1)
     for start in range(0, columns_TK.size(0) if weight_VD.size(0) else 0, step):
         yield slice(start, start + step)

@@ -296,11 +296,7 @@ class HybridEngine:
         self.before_change()  # before the engine allocates the freed memory
 
     def _move(self) -> Traffic:
-        """Runs the transport and waits until this rank's parameters are complete.
-
-        NCCL's watchdog does not monitor CUDA graphs or copies from peer memory, so the wait has its
-        own time limit.
-        """
+        """Runs the transport, and waits: NCCL's watchdog monitors no graphs and peer copies."""
         summary = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
             self._choose_plan()

@@ -168,11 +168,7 @@ def _unknown(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> I
 def _partly_frozen(
     freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape
 ) -> Iterator[UserError]:
-    """Yields an error for the first tensors that must be frozen together but are not.
-
-    HF tensors must be frozen together if they form one Megatron parameter, or are a weight and its
-    bias.
-    """
+    """Yields an error for tensors of one parameter, or a weight and its bias, frozen in part."""
     frozen_weights = set[tuple[str, int]]()
     biases: dict[tuple[str, int], str] = {}
     for row in rows:

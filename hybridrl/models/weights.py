@@ -357,10 +357,7 @@ def _hf_tensors(row: Row) -> dict[str, Shape]:
 
 
 def _first_row(row: Row, part: int) -> int:
-    """Returns the index of a part's first row in its HF tensor.
-
-    A tensor that is stored as several parts is never split along dim 1.
-    """
+    """Returns a part's first row in its HF tensor, whose parts are never split along dim 1."""
     before = zip(row.parts[:part], row.shapes[:part], strict=True)
     return sum(shape[0] for name, shape in before if name == row.parts[part])
 

@@ -40,10 +40,7 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
 
 
 def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
-    """Returns the size of each gloo group that Megatron-Core 0.19 creates for a layout.
-
-    Version 0.16 does not create the last three groups of `others`.
-    """
+    """Returns the size of each gloo group that Megatron-Core creates; 0.16 lacks the last three."""
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
     in_addition = [dp, dp * cp, expert_dp]  # gloo groups in addition to the NCCL groups

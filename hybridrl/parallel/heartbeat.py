@@ -261,10 +261,7 @@ class Heartbeat:
         return Verdict.from_json(verdict)
 
     def _judge(self) -> Verdict | None:
-        """Examines all heartbeats, reports hangs, and publishes a verdict if one is reached.
-
-        While rank 0 sends heartbeats, its deputy only records them.
-        """
+        """Examines heartbeats, and reports hangs or publishes a verdict; a deputy only records."""
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
         beats = [Beat.from_json(text) for text in self._store.multi_get(keys)]
@@ -309,10 +306,7 @@ class Heartbeat:
         self._write_stacks(silent)
 
     def _write_stacks(self, silent: Sequence[int]) -> None:
-        """Writes this rank's stacks to its log, and makes silent ranks of its host write theirs.
-
-        The signal to them works even if their interpreters are blocked.
-        """
+        """Writes this rank's stacks, and makes silent ranks of its host, even if blocked, do so."""
         print_stacks()
         if any(rank < self._rank for rank in self._host_peers if rank not in silent):
             return

@@ -103,10 +103,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Returns the job's store, this rank and the world size.
-
-    Later starts reuse the store, which rank 0 may serve on a socket of the launcher.
-    """
+    """Returns the job's store, which later starts reuse, this rank and the world size."""
     if not _JOB and STORE_FD in os.environ:
         fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])
         os.set_inheritable(fd, False)

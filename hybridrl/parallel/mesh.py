@@ -343,10 +343,7 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Makes Megatron create groups as if `ranks` were the whole world.
-
-    This rank's number is then its index in `ranks`, or -1, with which it joins no group.
-    """
+    """Makes Megatron create groups as if `ranks` were the world, for this rank's place (or -1)."""
     if len(ranks) == dist.get_world_size():
         yield
         return

@@ -140,10 +140,7 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 
 
 def _room(file: Path, size: int) -> torch.Tensor:
-    """Sets the size of a file, and maps its content into memory.
-
-    Disk space is reserved first: writing to a mapping on a full disk would kill the process.
-    """
+    """Maps a file of this size. Reserved first: a full disk would kill a process that writes."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)

@@ -44,12 +44,10 @@ UPDATE_RMS = 0.2
 class _Owned:
     """A parameter of which this rank updates a shard.
 
-    Args:
-        master: The shard that is updated, flat.
-        begin: Index of the shard's first element in the parameter.
-        matrices: Matrices that the parameter consists of; empty if AdamW updates it.
-        peers: Tensor-parallel ranks that have parts of the matrices; None if this rank has them
-            whole.
+    begin: Index of the shard's first element in the parameter.
+    matrices: Matrices that the parameter consists of; empty if AdamW updates it.
+    peers: Tensor-parallel ranks that have parts of the matrices; None if this rank has them
+        whole.
     """
 
     parameter: Tensor

@@ -202,11 +202,7 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def _squared_norm(part: Any) -> float:
-    """Returns the squared norm of one distributed optimizer's gradients. Collective.
-
-    Megatron's function expects gradients of a single data type, and on a CPU computes norms of bf16
-    gradients in bf16.
-    """
+    """Returns the squared norm of gradients in fp32, also if their types differ. Collective."""
     if hasattr(part, "get_grads_for_grad_norm"):  # its name in megatron-core 0.19
         gradients = part.get_grads_for_grad_norm()
     else:

@@ -50,12 +50,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Parameters of one group that are updated together.
-
-    Args:
-        segments: Parameters' elements in the order of their states.
-        begin, end: Range of their states.
-    """
+    """Parameters of one group, in the order of their states, `begin` to `end` of which they have."""
 
     group: int
     dtype: torch.dtype
@@ -260,10 +255,7 @@ def _gather(place: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[Tensor, int], int]:
-    """Returns where each parameter's states begin, and the number of elements in each state.
-
-    Parameters of a group with the same data type are adjacent.
-    """
+    """Returns where parameters' states begin, together by group and type, and their total size."""
     begins: dict[Tensor, int] = {}
     end = 0
     for group in param_groups:

@@ -112,10 +112,7 @@ def lay_out_engines(
 
 
 class _Search:
-    """Finds the parts and experts that minimise the number of elements that the worst rank lacks.
-
-    Between equal candidates, the smallest sum over all ranks wins, then the first candidate.
-    """
+    """Finds parts and experts with which the worst rank lacks least; ties go to the least sum."""
 
     def __init__(
         self,

@@ -248,10 +248,7 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 
 
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
-    """Returns a lower bound for the number of elements that the busiest sender sends.
-
-    It is the largest quotient, over sets of senders, of what only they hold and their number.
-    """
+    """Returns the largest quotient, over sets of senders, of what only they hold and their size."""
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:
         only_from[frozenset(demand.senders.tolist())] += demand.total * demand.size

@@ -74,11 +74,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _set_padding(directory: Path, number: int | None) -> None:
-    """Sets the padding token in the tokenizer files of a model with a value head.
-
-    The tokenizer must pad with the token that transformers skips when it searches for the last
-    token.
-    """
+    """Sets the tokenizer's padding to the token that transformers skips to find the last token."""
     try:
         content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

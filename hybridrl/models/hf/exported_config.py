@@ -62,11 +62,7 @@ def exported_config(
 
 
 def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | None:
-    """Returns a token that can serve as padding because it is not an end token, or None.
-
-    Candidates are the config's padding token, the tokenizer's padding token, and unused special
-    tokens.
-    """
+    """Returns the config's or tokenizer's padding token, or an unused one; no end token."""
     tokenizer = _read(folder, "tokenizer_config.json")
     added = {
         _text(one): one["id"]

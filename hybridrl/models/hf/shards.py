@@ -269,11 +269,7 @@ class HfPlaces:
             self._lay_out(file, names)
 
     def _lay_out(self, file: str, names: Sequence[str]) -> None:
-        """Builds the header of one file: its length, followed by JSON.
-
-        The safetensors library can write a file only if all of its tensors are in memory. With this
-        header, tensors can be written one at a time.
-        """
+        """Builds a file's header, with which tensors can be written one at a time."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
         for name in names:

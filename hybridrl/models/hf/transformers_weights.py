@@ -82,9 +82,7 @@ def _sliced(
     tensors: Mapping[str, Tensor],
     places: Mapping[str, list[tuple[str, bool]]],
 ) -> dict[str, Tensor]:
-    """Replaces stacks by their slices. A stack of transposed matrices gets other strides, so that
-    the slices are contiguous; its numbers remain the same.
-    """
+    """Replaces stacks by contiguous slices; transposed stacks get other strides, equal numbers."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in places:

@@ -62,10 +62,7 @@ def add_adapters(chunks: Sequence[torch.nn.Module], layout: RankLayout, lora: Lo
 
 
 class _OutputRows:
-    """Finds which rows of a layer's output its adapters change.
-
-    Layers with equal rows, such as the experts of a model, share the tensors.
-    """
+    """Finds the output rows that adapters change; layers with equal rows share the tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

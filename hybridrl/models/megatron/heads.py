@@ -280,10 +280,7 @@ class PackedModel(GPTModel):
         position_ids: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns this rank's shard of the embeddings, after the extra inputs have changed them.
-
-        build.py prevents the embedding layer from splitting them for sequence parallelism.
-        """
+        """Returns this rank's shard of the changed embeddings, which their layer does not split."""
         embedded_S1D = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.scales.embedding != 1:
             embedded_S1D = embedded_S1D * self.scales.embedding
@@ -409,10 +406,7 @@ class LanguageModel(PackedModel):
         rotary: torch.Tensor,
         packed: PackedSequences,
     ) -> torch.Tensor:
-        """Returns the loss of predicting the token after the next (`NextTokenLayer.forward`).
-
-        Only the layer's own parameters have gradients.
-        """
+        """Returns the loss of the token after the next; only the layer's parameters have gradients."""
         group, weight = self.pg_collection.tp, self.output_weight().detach()
         embedding = self.embedding.word_embeddings.weight if self.pre_process else weight
         hidden_states = predictor(hidden_states, tokens_S, embedding.detach(), rotary, packed)

@@ -205,11 +205,7 @@ class LatentAttention(MegatronModule):
     def _rotated(
         self, part: torch.Tensor, angles: torch.Tensor, packed: PackedSequences | None
     ) -> torch.Tensor:
-        """Rotates the rotary part of queries or keys by the angles of their positions.
-
-        The checkpoint pairs neighbouring dimensions, whereas GPTModel pairs the two halves, so the
-        dimensions are first reordered.
-        """
+        """Rotates queries or keys by their angles, after pairing halves as GPTModel does."""
         halves = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
         rotated = apply_rotary_pos_emb(
             halves,

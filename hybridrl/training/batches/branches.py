@@ -107,10 +107,7 @@ class Branches:
         return self._nearest(row, rows)[1]
 
     def _nearest(self, row: int, others: Sequence[int]) -> tuple[int, int]:
-        """Returns the sequence among `others` that shares the most with a sequence, and how much.
-
-        Two sequences have in common what both have in common with a third sequence.
-        """
+        """Returns the sequence that shares most, also through third sequences, and how much."""
         best, most = NONE, 0.0
         if self.parents[row] == NONE:
             return best, 0
@@ -123,9 +120,7 @@ class Branches:
         return best, int(most)
 
     def _ancestors(self, row: int) -> dict[int, float]:
-        """Returns the sequences that a sequence continues, directly or not, and the number of
-        positions that it shares with each.
-        """
+        """Returns the sequences that a sequence continues, with the shared positions of each."""
         found, most = {row: inf}, inf
         while self.parents[row] != NONE:
             most = min(most, self.shared[row])
