@@ -1,8 +1,4 @@
-"""Computes which slices of the HF tensors in a weight table row a tensor-parallel rank holds.
-
-Supports Megatron and engines with fused projections; raises an error if sizes are not divisible.
-weights.py decides which rows a rank holds and under which names. Pure data, no torch.
-"""
+"""Computes the slices of a weight row's HF tensors that a tensor-parallel rank holds. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Says when samples attend to a shared prompt without copies of its keys. No torch.
-
-transformer-engine's layers read the keys of a long prompt in place, in a call of their own
-(models/megatron/prefix_attention.py). Otherwise, each sample reads a copy of the keys.
-"""
+"""Says when samples read a shared prompt's keys in place, not in copies of each. No torch."""
 
 from __future__ import annotations
 

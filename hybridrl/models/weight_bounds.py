@@ -1,7 +1,4 @@
-"""Detects weights that have become too large, or not finite, during training.
-
-The check reads all weights, so it runs only after failures that very large weights could explain.
-"""
+"""Detects exploded weights. The check reads all of them, so it runs only after failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Measures the offset between this rank's clock and rank 0's clock by pings over gloo.
-
-Every rank calls `clock_offset`; rank 0 answers the pings from one rank at a time.
-"""
+"""Measures how far rank 0's clock is ahead, by pings over gloo to one rank after another."""
 
 from __future__ import annotations
 

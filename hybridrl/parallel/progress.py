@@ -1,8 +1,4 @@
-"""Counts rounds of work in this process, by which the heartbeat sees progress. No torch.
-
-Loops with short rounds count each round: engine steps, micro-batches, reward results, tensors in a
-file. Phases and collectives are counted elsewhere (heartbeat.py).
-"""
+"""Counts short rounds of work, such as micro-batches, for the heartbeat (idle_clock.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Says which parameters are matrices that Muon updates (muon.py). No torch.
-
-Embeddings, output layers, vectors, convolutions and matrices of one row are left to AdamW.
-"""
+"""Says which parameters are matrices that Muon updates (muon.py); others are AdamW's. No torch."""
 
 from __future__ import annotations
 

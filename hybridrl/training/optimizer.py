@@ -1,7 +1,4 @@
-"""Creates a model's data-parallel wrapper and distributed optimizer; computes learning rates.
-
-The wrapper and the optimizer are Megatron's; the optimizer step is split into two halves.
-"""
+"""Creates a model's data-parallel wrapper and distributed optimizer; computes learning rates."""
 
 from __future__ import annotations
 

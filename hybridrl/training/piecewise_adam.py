@@ -50,7 +50,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Parameters of one group, in the order of their states, `begin` to `end` of which they have."""
+    """Parameters of one group, in the order of their states, `begin` to `end`."""
 
     group: int
     dtype: torch.dtype

@@ -1,9 +1,4 @@
-"""The part of a torch optimizer's interface that hybridrl's own optimizers share: groups and step
-counts.
-
-Megatron's distributed optimizer holds such an optimizer in place of its own Adam. It saves and
-loads the states of parameters itself.
-"""
+"""What hybridrl's optimizers, which take the place of Megatron's Adam, share: groups and counts."""
 
 from __future__ import annotations
 

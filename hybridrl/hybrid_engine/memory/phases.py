@@ -1,8 +1,7 @@
 """Training and rollout as phases that take turns on the same devices.
 
 `PhaseSwitch` enforces their order: no training while the engine's weights are being written, and no
-generation with outdated weights. target.py is the interface through which the engine frees memory;
-this module has the trainer's interfaces.
+generation with outdated weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Chooses the order in which training assigns its parallel axes to ranks. Pure, no torch.
-
-With `train.order=auto` this is the order with which engines receive the fewest bytes.
-"""
+"""Chooses training's order of parallel axes with which engines receive the fewest bytes."""
 
 from __future__ import annotations
 

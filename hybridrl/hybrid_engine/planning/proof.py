@@ -1,7 +1,6 @@
 """Proves that a plan's operations fill every target correctly.
 
-The proof does not rely on how plan.py chose the operations. The proof checks which HF elements each
-operation reads and writes, and whether together they write every element. Pure, no torch.
+Independently of how plan.py chose them. Pure, no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Code shared by families of llama-shaped decoders: sizes, Megatron keywords, weight rows.
 
 A llama-shaped decoder has RMSNorm before attention and before the feed-forward layer, rotary
-positions, grouped-query attention and SwiGLU. Each family's own file sets the options. If a
-config.json contains values that are not supported, the error names the key. No torch.
+positions, grouped-query attention and SwiGLU. Each family's own file sets the options. No torch.
 """
 
 from __future__ import annotations

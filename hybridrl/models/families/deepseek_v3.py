@@ -1,8 +1,7 @@
 """DeepSeek-V3 and models with the same architecture (R1, Moonlight, Kimi K2).
 
-The models have latent attention, shared experts, and a router with a bias that balances the
-experts. A checkpoint may contain layers for multi-token prediction (MTP) after the last layer;
-training passes over them.
+They have latent attention, shared experts, and a router with a bias. Training passes over their
+layers for multi-token prediction.
 """
 
 from __future__ import annotations

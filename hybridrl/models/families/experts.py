@@ -2,8 +2,7 @@
 
 The router is a linear layer without bias. The softmax of its outputs (or their sigmoids,
 `biased_config`) scores the experts, and a few experts are selected for each token. An expert is a
-gated feed-forward layer; shared experts process every token. Each family defines the names in the
-HF checkpoint. If a config uses other options, the error names the key. No torch.
+gated feed-forward layer; shared experts process every token. No torch.
 """
 
 from __future__ import annotations

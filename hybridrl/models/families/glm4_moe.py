@@ -1,7 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: grouped-query attention, a shared expert, and a router with a bias.
 
-Rotary positions rotate half of each head. A checkpoint may contain a layer for multi-token
-prediction (MTP) after the last layer, which training passes over.
+Rotary positions rotate half of each head. Training passes over layers for multi-token prediction.
 """
 
 from __future__ import annotations

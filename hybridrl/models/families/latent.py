@@ -3,8 +3,7 @@
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. Queries are projected down to a latent, normalised,
 and projected up to heads; keys and values share a second latent. The rotary part of the key is
 projected directly from the input, and all heads share it. A head's query and key are concatenations
-of a part without positions and a rotary part. models/megatron/latent_attention.py implements the
-attention.
+of a part without positions and a rotary part. See models/megatron/latent_attention.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads rotary positions from a config.json: base frequency and scaling. No torch.
-
-models/megatron/rotary_positions.py computes the frequencies.
-"""
+"""Reads rotary positions from a config.json; rotary_positions.py computes frequencies. No torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Rejects keys in a config.json that no code handles and that may affect results.
 
-Contains a table of keys that never affect results, and a table of values with which a key has no
-effect. Any other key that the family does not handle is rejected, because computing a model
-differently from its training would give wrong log-probabilities without any other symptom. No
-torch.
+Any other key that the family does not handle is rejected: a model that is computed differently from
+its training has wrong log-probabilities, without any other symptom. No torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads and writes an HF model's small files: config.json, tokenizer, generation. No torch.
-
-shards.py reads and writes the tensors.
-"""
+"""Reads and writes an HF model's small files (shards.py: the tensors). No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Reads safetensors headers in an HF directory: names, shapes and types of its tensors.
 
-Raises the errors for a directory that is incomplete, damaged, or belongs to a different model.
 Reads only headers, so that the command line can reject a bad directory before any rank starts. No
 torch.
 """

@@ -1,7 +1,6 @@
 """Finds the tensors in an HF directory that training passes over: MTP layers and vision towers.
 
-Models neither load nor train these tensors, and exports contain them unchanged (`KeptTensors` in
-shards.py). No torch.
+Exports contain them unchanged (`KeptTensors` in shards.py). No torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Builds transformers' causal language model from a config.json, without weights.
-
-Selects the keys that are passed to transformers, and raises errors for models that it rejects.
-"""
+"""Builds transformers' causal language model from a config.json, without weights."""
 
 from __future__ import annotations
 

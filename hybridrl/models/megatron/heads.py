@@ -406,7 +406,7 @@ class LanguageModel(PackedModel):
         rotary: torch.Tensor,
         packed: PackedSequences,
     ) -> torch.Tensor:
-        """Returns the loss of the token after the next; only the layer's parameters have gradients."""
+        """Returns the loss of the token after the next, with gradients of the layer alone."""
         group, weight = self.pg_collection.tp, self.output_weight().detach()
         embedding = self.embedding.word_embeddings.weight if self.pre_process else weight
         hidden_states = predictor(hidden_states, tokens_S, embedding.detach(), rotary, packed)

@@ -1,7 +1,4 @@
-"""Norms after attention and feed-forward layers, and norms over all heads (both in OLMo 2).
-
-Tensor parallelism shards the queries or keys that a norm over all heads normalizes.
-"""
+"""Norms after attention and feed-forward layers, and over all, also sharded, heads (OLMo 2)."""
 
 from __future__ import annotations
 

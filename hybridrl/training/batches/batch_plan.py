@@ -249,7 +249,7 @@ class BatchPlanner:
     def _schedule(
         self, batch: TrainBatch, branches: Branches | None, num_parts: int, is_lookup: bool = False
     ) -> Schedule:
-        """Returns the micro-batches of all ranks; each, except in a lookup, is of one mini-batch."""
+        """Returns all ranks' micro-batches; each, except in a lookup, is of one mini-batch."""
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
         prompt_lengths = None
         if self.shares_prompts and branches is None:
