@@ -25,13 +25,13 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
+from layout_tensors import allocate
 from packaged import CLASSES, FUSED_LAYOUT, load_symbol, needs
 from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import allocate
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import (

@@ -18,12 +18,12 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
+from layout_tensors import allocate
 from packaged import needs
 from rounded_agreement import check_rounded
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
-from hybridrl.models.hf.shards import allocate
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import megatron_layout
 from hybridrl.parallel.layout import TrainLayout

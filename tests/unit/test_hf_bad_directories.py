@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_tensors import allocate
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.errors import CheckpointError
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.directory import read_config
-from hybridrl.models.hf.shards import allocate, load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

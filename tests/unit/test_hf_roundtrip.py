@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_tensors import allocate
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import GLM4_MOE, LATENT, slices_of
@@ -53,7 +54,7 @@ from hybridrl.models.hf import headers
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.headers import HfHeaders
-from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, box_view, load_hf, stored_as
+from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, box_view, load_hf
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
@@ -201,12 +202,6 @@ def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
             buffer.normal_()
     model.save_pretrained(folder, **options)
     return model
-
-
-def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns zero-filled CPU tensors for a layout, in `dtype` except for tensors kept in fp32."""
-    types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
-    return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
 
 
 def _execute(plan: Plan, sources: list[dict[str, Tensor]], dests: list[dict[str, Tensor]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_tensors import allocate
 from safetensors.torch import load_file, save_file
 from tiny_models import slices_of
 from torch import Tensor
@@ -19,7 +20,7 @@ from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.mxfp4 import dequantized
-from hybridrl.models.hf.shards import HfCheckpoint, allocate, box_view, load_hf
+from hybridrl.models.hf.shards import HfCheckpoint, box_view, load_hf
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

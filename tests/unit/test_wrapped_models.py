@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layout_tensors import allocate
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoConfig
@@ -18,7 +19,7 @@ from hybridrl.metrics.flops import attended_pairs, attention_length, forward_flo
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
-from hybridrl.models.hf.shards import HfWriter, KeptTensors, allocate, load_hf
+from hybridrl.models.hf.shards import HfWriter, KeptTensors, load_hf
 from hybridrl.models.megatron.rotary_positions import axes_of
 from hybridrl.models.mixers import DeltaShape, mixer_rules
 from hybridrl.models.weights import hf_shapes, megatron_layout
