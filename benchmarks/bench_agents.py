@@ -4,8 +4,8 @@ sampler on the same engine: the same weights, number of responses and number of 
     python benchmarks/bench_agents.py OUT.json --model benchmarks/models/qwen2.5-0.5b.json
 
 An agent is a session of `--turns` turns. Each turn is a chat completion of `--turn-tokens` tokens,
-which continues the conversation. The weights are random, so almost no turn ends early; the tokens
-that were really sampled are counted. Five ways alternate; the first time of each warms up:
+which continues the conversation. No token ends a turn, so all ways sample the same number of
+tokens. Five ways alternate; the first time of each warms up:
 
 - `plain`: the sampler draws one response of turns x turn tokens for each session, after the prompt
   with the first question;
@@ -41,6 +41,7 @@ from typing import Any
 from agent_times import LoopTimes, shown
 
 from hybridrl.generation.admission import Admission
+from hybridrl.rollout.engine import SamplingParams
 
 QUESTION = "Question {turn} of {sample}: in Oslo?"  # a token per byte
 CHATML = (
@@ -227,10 +228,10 @@ def play(
     for prompt in prompts:
         prompt.columns["client"], prompt.columns["turn_tokens"] = way, arguments.turn_tokens
     num_sampled = arguments.turns * arguments.turn_tokens
-    sampling = replace(sampler.sampling, max_new_tokens=num_sampled)
+    sampling = replace(sampler.sampling, max_new_tokens=num_sampled, stop_token_ids=())
     times.begin()
     if way == "turns":
-        num_tokens = play_turns(trainer, step, arguments)
+        num_tokens = play_turns(trainer, sampling, step, arguments)
         taken = times.end()
     else:
         sampler.episodes = episodes if way in AGENT_WAYS else None
@@ -246,12 +247,14 @@ def play(
     return {"tokens_per_s": round(num_tokens / taken["seconds"]), **shown(taken)}
 
 
-def play_turns(trainer: Any, step: int, arguments: argparse.Namespace) -> int:
+def play_turns(
+    trainer: Any, sampling: SamplingParams, step: int, arguments: argparse.Namespace
+) -> int:
     """Has the agents' conversations without agents. Returns the number of sampled tokens."""
     from hybridrl.rollout.engine import Request, request_seed
 
     sampler, engine = trainer.sampler, trainer.sampler.engine
-    sampling = replace(sampler.sampling, max_new_tokens=arguments.turn_tokens)
+    sampling = replace(sampling, max_new_tokens=arguments.turn_tokens)
     num_sessions = arguments.sessions
     held: dict[int, tuple[int, ...]] = {}
     num_turns = dict.fromkeys(range(num_sessions), 0)
@@ -307,7 +310,7 @@ def _lengthened(tokenizer: Any, prompt: Any, turns: int) -> Any:
 def check(num_sequences: int, num_tokens: int, way: str, arguments: argparse.Namespace) -> None:
     """Ends the benchmark unless every session has sampled its tokens in one conversation."""
     full = arguments.sessions * arguments.turns * arguments.turn_tokens
-    if num_sequences != arguments.sessions or not 0.97 * full <= num_tokens <= full:
+    if num_sequences != arguments.sessions or num_tokens != full:
         sys.exit(f"{way}: {num_sequences} sequences with {num_tokens} tokens, not {full}")
 
 
