@@ -291,6 +291,7 @@ def test_faults_of_a_term_are_named_in_full() -> None:
     assert "reward.functions.algorithm.weight: got 'x'" in said(
         "reward.functions.algorithm.weight=x"
     )
+    assert "accuracy, reward, majority are reserved" in said("reward.functions.accuracy.weight=1")
 
 
 def test_a_run_belongs_to_its_terms() -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
@@ -146,6 +147,21 @@ def test_longrope_that_engines_and_transformers_would_compute_otherwise_is_refus
 ) -> None:
     with pytest.raises(ModelError, match=said):
         read_model(None, config)
+
+
+@pytest.mark.parametrize(("most", "longest"), [(None, 30), (15, 30), (50, 60)])
+def test_the_longest_sequence_may_be_an_evaluations(most: int | None, longest: int) -> None:
+    config = load_config_dict(
+        {
+            "run": {"name": "longest"},
+            "model": {"path": "model"},
+            "data": {"prompts": "rows.jsonl", "max_prompt_tokens": 10},
+            "rollout": {"engine": "hf", "max_new_tokens": 20},
+            "algorithm": {"name": "grpo"},
+            "eval": {"max_new_tokens": most},
+        }
+    )
+    assert config.longest_sequence() == longest
 
 
 @pytest.mark.dist

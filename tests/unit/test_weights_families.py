@@ -37,6 +37,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from hybridrl.errors import ModelError
+from hybridrl.models.cuts import megatron_cut
 from hybridrl.models.families.deepseek_v3 import FAMILY
 from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
 from hybridrl.models.hf.directory import read_config
@@ -376,6 +377,17 @@ def test_family_smollm3_has_no_positions_in_every_fourth_layer() -> None:
         keywords = smollm3.transformer_config({**sizes, **said})
         assert keywords["no_rope_freq"] == [0, 0, 0, 1] * 2
     assert smollm3.shape(sizes).tied_embeddings
+
+
+def test_a_norm_over_all_key_heads_is_cut_between_heads() -> None:
+    hf_config = Olmo2Config(**SIZES, eos_token_id=1).to_dict()
+    config = {**hf_config, "architectures": ["Olmo2ForCausalLM"]}
+    family, shape = read_model(None, config)
+    norm = next(row for row in family.rows(shape) if row.kind == "kv_heads")
+    (run,) = megatron_cut(norm, shape, 2, 1).runs
+    assert (run.start, run.stop) == (shape.head_dim, 2 * shape.head_dim)
+    with pytest.raises(ModelError, match="got 4; allowed: a size that divides 2"):
+        megatron_cut(norm, shape, 4, 0)  # half of each head
 
 
 def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -> None:
