@@ -153,6 +153,7 @@ class PeerTransport:
         on_rank = ops.rectangle_copies(local, self._device, programs=programs)
         unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
+        self._kernels = on_rank, unpack  # `Repeated` references them weakly
         self._repeated = []
         self._cut_up = self._repeat(self._read_cut_up, bool(self._plan.streams or remote))
         self._local = self._repeat(on_rank.run, bool(local))
