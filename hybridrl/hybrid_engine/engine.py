@@ -197,7 +197,7 @@ class HybridEngine:
     def make_transport(
         self, kind: Literal["packed", "peer"], plan: Plan | None = None
     ) -> Transport:
-        """Returns a new transport, by default of all weights; collective. The caller closes it."""
+        """Returns a new transport, by default for all weights; collective. The caller closes it."""
         ends = plan or self.plan, self._peers, self._weights, self._written()
         if kind == "packed":
             if self._block_group is None:
@@ -296,7 +296,7 @@ class HybridEngine:
         self.before_change()  # before the engine allocates the freed memory
 
     def _move(self) -> Traffic:
-        """Runs the transport, and waits: NCCL's watchdog monitors no graphs and peer copies."""
+        """Runs the transport and waits, because NCCL's watchdog sees no graphs or peer copies."""
         summary = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
             self._choose_plan()
@@ -329,14 +329,16 @@ class HybridEngine:
         return traffic
 
     def _choose_plan(self) -> None:
-        """Chooses the plan; only one transport exists at a time, since each has staging buffers."""
+        """Chooses the plan. Only one transport exists at a time, as each has staging buffers."""
         wanted = self._changing if self._has_frozen else self.plan
         if wanted is not self._moved:
             self.transport.close()
             self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
 
     def send_frozen_again(self) -> None:
-        """Makes the next transition send frozen weights again, as they changed; on all ranks."""
+        """Makes the next transition send frozen weights again; call on all ranks if
+        they changed.
+        """
         self._has_frozen = False
 
     def _sleep(self, keeps_memory: bool) -> None:
@@ -417,7 +419,7 @@ def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
-    """Returns all ranks' layouts or names; equal ones are one object, which one rank sends."""
+    """Returns the layouts or names of all ranks. Equal ones become one object, sent by one rank."""
     digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
         digest: peers.broadcast_object(own, digests.index(digest))
@@ -433,10 +435,11 @@ def _content(own: RankLayout | frozenset[str]) -> object:
 
 
 class _Traits(NamedTuple):
-    """Properties that apply to the whole job if they apply to any rank.
+    """Properties of a rank; the job has a property if any rank has it.
 
-    `has_computed`: a source tensor is computed while it is sent. `forgets`, `forgets_kept`: an
-    engine loses its weights in a sleep that frees, or that keeps, its memory.
+    `has_computed`: a source tensor is computed while it is sent. `forgets`: the engine loses its
+    weights in a sleep that frees its memory. `forgets_kept`: it loses them even in a sleep that
+    keeps its memory.
     """
 
     has_computed: bool
@@ -445,7 +448,7 @@ class _Traits(NamedTuple):
 
 
 def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits:
-    """Returns the traits of all ranks together; PlanError on all if one failed or plans differ."""
+    """Returns the job's traits. Raises PlanError on all ranks if one failed or if plans differ."""
     outcomes = peers.gather_objects((error, plan_hash, traits))
     for rank, (found, _, _) in enumerate(outcomes):
         if found:

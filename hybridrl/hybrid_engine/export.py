@@ -47,9 +47,9 @@ def export_hf(
     Args:
         directory: Directory to write; it must not exist yet, or be empty. Rank 0 creates it; every
             rank that can then access it writes some of the tensors.
-        dtype: Type of the written tensors, except for tensors that are kept in fp32.
+        dtype: Type of the written tensors, except those that are always stored in fp32.
         side_files: Folder from which tokenizer files are copied; None to copy none.
-        kept: Tensors that training passed over, which are copied unchanged; the same on all ranks.
+        kept: Tensors that training did not load, which are copied unchanged; the same on all ranks.
 
     Raises UserError on every rank if one cannot write, or cannot read a kept tensor.
     """
@@ -134,7 +134,7 @@ def gather_tensors(
 
 
 def _turns(groups: Iterable[Sequence[str]], writers: Sequence[int]) -> list[dict[int, str]]:
-    """Returns the tensor of each writer in each round; the writer with fewest gets each group."""
+    """Returns, for each round, each writer's tensor. A group goes to the writer with the fewest."""
     queues: dict[int, list[str]] = {writer: [] for writer in writers}
     for group in groups:
         queues[min(queues, key=lambda one: len(queues[one]))] += group

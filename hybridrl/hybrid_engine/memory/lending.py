@@ -24,7 +24,7 @@ from hybridrl.parallel.device_mapping import GRANULARITY
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of physical device memory, by driver handle, always mapped as a whole."""
+    """A piece of physical device memory with its driver handle, always mapped as a whole."""
 
     handle: int
     num_bytes: int
@@ -56,11 +56,11 @@ class MemoryLender(Protocol):
         """
 
     def released_bytes(self) -> int:
-        """Returns the bytes of tensors without memory while the engine sleeps, as torch counts."""
+        """Returns the bytes that the sleeping engine released but torch still counts as in use."""
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Returns indices of a few sizes that reach `wanted` with little excess, or of all."""
+    """Returns the indices of a few sizes that reach `wanted` with little excess, or all indices."""
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     chosen: list[int] = []
     missing = wanted
@@ -76,7 +76,7 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
 
 
 class LentMemory:
-    """A contiguous address range for training, of lent pieces, then its own memory.
+    """A contiguous address range for training: lent pieces, followed by its own memory.
 
     `restore` allocates this object's own memory and `release` frees it; calls must alternate and
     begin with `restore`.

@@ -36,11 +36,11 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether the memory may stay allocated during rollout, after a full update with it."""
+        """Whether the memory may stay allocated during rollout: a full update has run with it."""
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes by which full micro-batches would raise the peak since the last release."""
+        """Bytes by which full micro-batches would exceed the peak since the last release."""
 
 
 class TrainingWeights(Restorable, Protocol):

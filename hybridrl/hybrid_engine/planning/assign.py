@@ -109,10 +109,10 @@ def evaluate_parts(
 
 
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
-    """Returns the size of a unit of ranks, of whole replicas, and the candidate patterns.
+    """Returns the number of ranks in a unit, which consists of whole replicas, and the candidates.
 
-    A pattern assigns each rank of a unit a tensor-parallel rank. For units of up to 8 ranks all
-    patterns are returned, for larger units only patterns with regular intervals.
+    A candidate is a pattern that assigns each rank of a unit a tensor-parallel rank. For units of
+    up to 8 ranks all patterns are returned, for larger units only patterns with regular intervals.
     """
     unit = _unit(size, tp, domain_size or size)
     if unit <= MAX_EXACT:
@@ -124,7 +124,8 @@ def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, lis
 class OrderChoice:
     """An order of the training axes, in Megatron's notation, and its cost, in elements.
 
-    `receive` is what the busiest receiver receives, `default_receive` that in Megatron's default.
+    `receive` is what the busiest receiver receives, `default_receive` what it receives in
+    Megatron's default order.
     """
 
     order: str
@@ -287,7 +288,7 @@ class Costs:
         return np.ceil(np.concatenate(found) - 0.01)
 
     def best(self, candidates: np.ndarray, unit: int) -> Assignment:
-        """Returns the cheapest candidate, then the one with the least traffic, then the first."""
+        """Returns the cheapest candidate; ties go to the least traffic, then to the first."""
         size, tp = self.missing.shape
         receive = self.receive(candidates)
         candidates = candidates[receive == receive.min()]
@@ -299,7 +300,7 @@ class Costs:
 
 
 def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
-    """Returns a layout by tensor-parallel rank, with replicas of ascending ranks in each unit."""
+    """Returns the layout with these tensor-parallel ranks; replicas' ranks ascend in each unit."""
     counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
     pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
     return RolloutLayout(tp, tuple(pairs))
@@ -331,20 +332,20 @@ def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
 
 
 def _least(patterns: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Returns the pattern whose busiest receiver receives least, then that of least traffic."""
+    """Returns the pattern whose busiest receiver receives least, then the least total traffic."""
     each = missing[np.arange(len(missing)), patterns]
     return patterns[np.lexsort((each.sum(axis=1), each.max(axis=1)))[0]]
 
 
 def _matched(missing: np.ndarray) -> np.ndarray:
-    """Returns each rank's tensor-parallel rank, all equally often, with the least largest cost."""
+    """Assigns tensor-parallel ranks, each equally often, so that the largest cost is minimal."""
     limits = np.unique(missing)
     first = bisect_left(limits, True, key=lambda limit: _matching(missing <= limit) is not None)
     return np.array(_matching(missing <= limits[first]))
 
 
 def _matching(is_allowed: np.ndarray) -> list[int] | None:
-    """Returns an allowed tensor-parallel rank for each rank, each equally often, if possible."""
+    """Assigns allowed tensor-parallel ranks, each equally often; None if that is impossible."""
     size, tp = is_allowed.shape
     taken: list[list[int]] = [[] for _ in range(tp)]
 

@@ -58,8 +58,8 @@ def schedule_exchanges(
 
     Args:
         capacity_bytes: Maximum that a rank sends, and that it receives, in one exchange.
-        direct, direct_elements: The rank's operations that bypass the staging buffers, and for
-            every stream between any ranks, the number of elements that do.
+        direct, direct_elements: The rank's operations that bypass the staging buffers, and the
+            number of elements that bypass them in each stream, including streams of other ranks.
 
     Raises PlanError if the capacity is too small for one element of each of a rank's streams.
     """
@@ -115,7 +115,7 @@ def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int)
 
 @dataclass(frozen=True)
 class _Line:
-    """Operations of a stream in order, and the number of elements up to the end of each."""
+    """A stream's operations in order; `stops` has the number of elements up to the end of each."""
 
     ops: Sequence[CopyOp]
     stops: Sequence[int]
@@ -151,7 +151,8 @@ def _lines(
                 found[op.stream].append(op)
     lines = {}
     for stream, ops in found.items():
-        # Ranks of a route receive the same slices of the source, but list them in other orders.
+        # All ranks of a route receive the same slices of the source, but may list them in different
+        # orders.
         ops.sort(key=lambda op: (op.source, op.source_box))
         lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
         if lines[stream].stops[-1:] != [streams[stream]]:

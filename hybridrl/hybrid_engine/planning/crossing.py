@@ -30,8 +30,10 @@ class Way(NamedTuple):
     """The ranks that send, receive and forward a piece.
 
     Args:
-        route: Rank on which it lands, and those of the same node to which it is forwarded.
-        is_plain: Whether the route's ranks have one target class, and so list pieces in one order.
+        route: The rank on which the piece lands, then the ranks of its node to which it is
+            forwarded.
+        is_plain: Whether all ranks of the route have the same target class and so list pieces in
+            the same order.
     """
 
     source: int
@@ -40,7 +42,7 @@ class Way(NamedTuple):
 
 
 class _Pattern:
-    """The pieces for a node with these target classes, numbered within receiver groups."""
+    """The pieces that a node with these target classes needs, numbered within receiver groups."""
 
     def __init__(self, joined: Join, classes: Sequence[int]) -> None:
         self.classes = classes
@@ -69,7 +71,7 @@ class Crossings:
         self._sent: list[dict[ReceiverGroup, tuple[Demand, int]]] = [{} for _ in starts]
         self._patterns: list[_Pattern] = []
         self._landings: dict[tuple[int, tuple[ReceiverGroup, ...]], Landings] = {}
-        # By node, because the keys of `_landings` are long.
+        # Landings by node: a shortcut, because the keys of `_landings` are long.
         self._landing_of: dict[int, Landings] = {}
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:

@@ -32,7 +32,7 @@ class Direct:
 
     Args:
         sends, receives: This rank's operations by peer, in the same order on both ranks.
-        elements: Their number of elements, for every stream between any ranks.
+        elements: Number of elements that bypass the staging buffers, for every stream of the plan.
     """
 
     sends: Mapping[int, list[CopyOp]] = field(default_factory=dict)

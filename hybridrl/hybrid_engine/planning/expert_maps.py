@@ -49,7 +49,7 @@ class Engines:
 
 
 class ExpertTensors:
-    """The HF tensors of a model's `num_experts` experts a layer, without adapters, by name."""
+    """Names of the HF tensors of a model's experts (`num_experts` per layer), without adapters."""
 
     def __init__(self, family: Family, shape: ModelShape) -> None:
         self.num_experts = shape.moe.num_experts if shape.moe else 0
@@ -112,7 +112,7 @@ def lay_out_engines(
 
 
 class _Search:
-    """Finds parts and experts with which the worst rank lacks least; ties go to the least sum."""
+    """Assigns parts and experts so that the worst rank lacks least, and then all ranks together."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Search:
     def _tried(
         self, first: int, pattern: np.ndarray
     ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-        """Returns a pattern's largest and total lack from rank `first` on, and ranks' experts."""
+        """Returns what the worst rank and all ranks lack with a pattern, and the ranks' experts."""
         members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
         maps: list[tuple[int, ...]] = [()] * len(pattern)
         for replica in zip(*(ranks.tolist() for ranks in members), strict=True):
@@ -186,7 +186,7 @@ def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
 
 
 def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
-    """Returns an engine rank's layout with its experts replaced by as many others, ascending."""
+    """Returns the layout with its experts replaced, in ascending order, by as many others."""
     of_region = [tensors.expert(region.hf) for region in part.regions]
     places = {
         old: new
@@ -225,15 +225,15 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
 class _ExpertAssignment:
     """Experts of each rank, initially in order.
 
-    `columns` has the elements that each rank (outer index) holds of an expert of each kind (inner
-    index), `kind_of` the kind of each expert.
+    `columns` has the number of elements that each rank (outer index) holds of an expert of each
+    kind (inner index). `kind_of` has the kind of each expert.
     """
 
     def __init__(self, columns: np.ndarray, kind_of: np.ndarray) -> None:
         self._columns, self._kind_of = columns, kind_of
         num_ranks, each = len(columns), len(kind_of) // len(columns)
         self.experts = [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
-        self._loss = columns[:, None, :] - columns[None, :, :]  # by giver, receiver and kind
+        self._loss = columns[:, None, :] - columns[None, :, :]  # by giver, receiver, kind
 
     def _kinds(self, rank: int) -> np.ndarray:
         return np.unique(self._kind_of[self.experts[rank]])
@@ -244,7 +244,7 @@ class _ExpertAssignment:
         )
 
     def give_on(self, circle: Sequence[int]) -> None:
-        """Moves as many experts as all can give around a cycle, of each giver's cheapest kind."""
+        """Moves as many experts as possible around a cycle; each rank gives its cheapest kind."""
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
         for giver, taker in pairs:
@@ -272,7 +272,7 @@ class _ExpertAssignment:
         kept = [
             columns[rank, self._kind_of[experts]].sum() for rank, experts in enumerate(self.experts)
         ]
-        lacks = lacking - np.array(kept)  # up to a constant that all ranks share
+        lacks = lacking - np.array(kept)  # plus a constant that is the same for all ranks
         worst = int(lacks.argmax())
         found: list[tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = []
         for other in range(len(columns)):
@@ -309,7 +309,7 @@ def _gaining_circle(costs: np.ndarray) -> list[int] | None:
                     before[taker], changed = giver, taker
         if changed < 0:
             return None
-    for _ in range(num_ranks):  # walk back until on the cycle
+    for _ in range(num_ranks):  # walk back until the rank is on the cycle
         changed = before[changed]
     circle = [changed]
     while before[circle[-1]] != changed:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# The busiest rank's bytes in the first phase, divided by this number, are moved in one piece.
+# A step moves at most the busiest rank's bytes in the first phase divided by this number.
 PARTS = 64
 
 

@@ -177,7 +177,7 @@ class _Node:
         """Returns each GPU's received and sent elements on its link, of shape (2, GPUs).
 
         A piece from another node lands on a GPU that needs it. If the NICs would then carry unequal
-        loads, some pieces land on other GPUs and are forwarded, as for several GPUs.
+        loads, some pieces land on other GPUs, which forward them over NVLink.
         """
         if self._receiving is not None:
             return self._receiving
@@ -248,7 +248,7 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 
 
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
-    """Returns the largest quotient, over sets of senders, of what only they hold and their size."""
+    """Returns the maximum, over sets of senders, of the elements that only they hold per sender."""
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:
         only_from[frozenset(demand.senders.tolist())] += demand.total * demand.size

@@ -60,8 +60,8 @@ def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankL
     """Returns each rank's owned layout, assuming that every tensor is split into equal shards.
 
     Experts' tensors are split across expert-data-parallel ranks, router biases not at all. Megatron
-    instead splits buckets of several tensors, which are unknown until the model is built; all
-    ranks' bytes together are the same, and each rank's nearly so.
+    instead splits buckets of several tensors, which are unknown until the model is built. The total
+    over all ranks is the same in both cases, and each rank's share is nearly the same.
     """
     owners = layout.dp * layout.cp
     if owners == layout.edp == 1:

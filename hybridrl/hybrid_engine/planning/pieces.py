@@ -43,7 +43,7 @@ class RankClasses:
 
 
 class PieceKind(NamedTuple):
-    """Pieces of one size that the same classes of source ranks, ascending, can send."""
+    """Pieces of one size that the same classes (ascending) of source ranks can send."""
 
     owners: tuple[int, ...]
     volume: int
@@ -61,7 +61,7 @@ Wanted = tuple[str, Box, int]
 
 
 class ReceiverGroup(NamedTuple):
-    """Pieces of a kind that the same target classes of a node, ascending, need."""
+    """Pieces of one kind that the same target classes (ascending) of a node need."""
 
     kind: int
     targets: tuple[int, ...]

@@ -28,9 +28,9 @@ from hybridrl.models.weights import RankLayout, Region
 
 __all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "Stream", "plan_reshard"]
 
-# Maximum number of ranks whose operations are cached. In a small job these are all ranks. In a
-# large job a rank needs the operations of only a few others, and the operations of a thousand ranks
-# would fill its memory.
+# Maximum number of ranks whose operations are cached. A small job caches all ranks. In a large job,
+# a rank needs the operations of only a few others, and those of a thousand ranks would fill its
+# memory.
 KEPT_RANKS = 64
 
 
@@ -72,7 +72,8 @@ class Plan:
     Args:
         ops: For each destination rank, its operations, including local copies.
         itemsize: Size in bytes of an element as it is sent.
-        weight_itemsize: Size in bytes of an ordinary weight as it is sent; None for one element.
+        weight_itemsize: Size in bytes of an ordinary weight as it is sent; None for the size of one
+            element.
     """
 
     ops: Sequence[tuple[CopyOp, ...]]
@@ -129,7 +130,7 @@ class Plan:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """For each rank, the number of ranks that send to it, and so of messages an exchange."""
+        """For each rank, the number of ranks that send to it: its messages per exchange."""
         counts = np.count_nonzero(self.traffic, axis=0) - (self.traffic.diagonal() > 0)
         return tuple(counts.tolist())
 
@@ -164,7 +165,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         self._ops_of = lru_cache(KEPT_RANKS)(self.made)
 
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
-        """Adds demands of a target class for a kind, for ranks on nodes that own such pieces."""
+        """Adds the demands of a target class for pieces of a kind with owners on the same node."""
         holders, size = self.joined.kinds[kind]
         classes = self.joined.sources.of_rank
         dests = [rank for rank in self.joined.targets.ranks[target] if classes[rank] not in holders]
@@ -267,8 +268,8 @@ def plan_reshard(
     Args:
         sources, targets: Layouts that each rank holds and needs; some targets may be empty.
         itemsize: Size in bytes of an element as it is sent; a value may consist of several.
-        weight_itemsize: Size in bytes of a weight as it is sent, unless it has its own size
-            (wire_elements.py); None for one element.
+        weight_itemsize: Size in bytes of a weight as it is sent, except for tensors that have a
+            fixed size (wire_elements.py); None for the size of one element.
 
     Raises PlanError, naming tensor and elements, if a target needs elements that no source holds.
     """

@@ -1,6 +1,6 @@
-"""Proves that a plan's operations fill every target correctly.
+"""Proves that a plan's operations fill every target correctly. Pure, no torch.
 
-Independently of how plan.py chose them. Pure, no torch.
+The proof depends only on the operations and the layouts, not on how plan.py chose the operations.
 """
 
 from __future__ import annotations

@@ -25,8 +25,10 @@ class Demand:
     range of this list, so that few pairs of ranks exchange messages.
 
     Args:
-        receivers, senders: Ranks that need, and ranks that hold all of the items; senders ascend.
-        send_counts: Items that each sender sends to all receivers, by `balance_senders`.
+        receivers, senders: Ranks that need all of the items, and ranks that hold all of them;
+            senders ascend.
+        send_counts: Number of items that each sender sends to all receivers together; set by
+            `balance_senders`.
     """
 
     receivers: Sequence[int]
@@ -47,7 +49,7 @@ class Demand:
         return self.senders[np.searchsorted(stops, items, side="right")].tolist()
 
     def edges_to(self, position: int) -> np.ndarray:
-        """Returns 0, the indices at which a receiver's sender changes, and `count`."""
+        """Returns 0, the item indices at which a receiver's sender changes, and `count`."""
         stops = np.cumsum(self.send_counts) - position * self.count
         return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
 

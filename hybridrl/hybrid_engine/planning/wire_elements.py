@@ -47,8 +47,8 @@ def wire_layouts(
 ) -> list[RankLayout]:
     """Converts the layouts to units of elements of `itemsize` bytes, as they are sent.
 
-    Layouts whose tensors all have elements of this size are not copied. One object stays one.
-    `weight_itemsize` is for tensors that `fixed_sizes` does not contain.
+    A layout whose tensors all have elements of this size is not copied. Arguments that are one
+    object yield one object. `weight_itemsize` is for tensors that `fixed_sizes` does not contain.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:
@@ -63,7 +63,7 @@ def wire_views(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
 ) -> Mapping[str, AnyTensor]:
-    """Returns a rank's tensors; those of another element size are viewed as `dtype`, as sent.
+    """Returns a rank's tensors; those of another element size become views as `dtype`, as sent.
 
     `weight_dtype` is the type of all tensors that `fixed_sizes` does not contain, if elements are
     sent without a cast; None if they are cast to `dtype`.

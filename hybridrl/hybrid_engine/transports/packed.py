@@ -161,7 +161,7 @@ class PackedTransport:
         self._local = self._copies(self._local_pairs())
         self._steps = []
         self._blocks = list(self._block_transfers())
-        sent: Counter[bool] = Counter()  # bytes, by whether they go to another node
+        sent: Counter[bool] = Counter()  # bytes sent to this node (False) and to other nodes (True)
         received: Counter[bool] = Counter()
         send, receive = self._staging()
         held: Mapping[Stream, Tensor] = {}
@@ -219,12 +219,12 @@ class PackedTransport:
                 torch.cuda.current_stream().wait_stream(stream)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        """Makes operations that are enqueued later wait for messages; on CPU, waits immediately."""
+        """Makes operations that are enqueued later wait for the messages; on CPU, waits here."""
         for work in works:
             work.wait()
 
     def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Enqueues the `with` block on another stream, after the current stream's work so far."""
+        """Enqueues a `with` block on another stream, after work already on the current stream."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
@@ -299,7 +299,7 @@ class PackedTransport:
 
 
 def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]) -> torch.device:
-    """Returns the device of all tensors, which kernels read by address and so must not differ."""
+    """Returns the device of all tensors; ValueError if they are on different devices."""
     found: torch.device | None = None
     sides: tuple[tuple[str, Mapping[str, SourceTensor]], ...]
     sides = ("the trainer", sources), ("the engine", dests)
@@ -316,7 +316,8 @@ def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]
 def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
     """Creates the process group for large blocks during exchanges; collective.
 
-    Its collectives have a timeout in seconds. None on CPU or with a single rank.
+    The group's collectives time out after `timeout_s` seconds. Returns None on CPU or with a single
+    rank.
     """
     if not torch.cuda.is_available() or peers.size == 1:
         return None

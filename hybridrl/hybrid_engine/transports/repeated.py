@@ -32,7 +32,7 @@ class Repeated:
         self._has_run = False
 
     def capture(self) -> None:
-        """Captures the graph after the first run; call before operations that wait for ranks."""
+        """Captures the graph after the first run; must precede operations that wait for ranks."""
         if self._device.type == "cpu" or not self._has_run or self._graph is not None:
             return
         graph = torch.cuda.CUDAGraph()

@@ -24,7 +24,7 @@ ALIGNMENT = 16  # bytes of the widest load
 
 
 class StagedCopies(NamedTuple):
-    """Pairs of (source, destination), grouped by the time at which they are copied (see above).
+    """Pairs of (source, destination) by the time at which they are copied; see the module.
 
     `unstaged` are the indices of pairs for which no staging memory was left. The caller must copy
     them in another way.

@@ -67,7 +67,7 @@ class TransportError(PeerError):
 class ComputedCopies:
     """A list of copies whose sources are views or computed slices; implements `ops.Copies`.
 
-    `slices` are computed one by one; slices that are computed together are among `copies`.
+    `slices` are computed one by one. Slices that are computed together belong to `copies`.
     """
 
     def __init__(
@@ -104,8 +104,9 @@ def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None)
 class AddressWatch:
     """Detects whether tensors have moved, by checking one tensor of each storage.
 
-    Tensors with a common storage move together; a model's experts are thousands of views. No tensor
-    may change its storage or be replaced by another one with the same name.
+    Tensors with a common storage move together, and checking each one would be slow: a model's
+    experts are thousands of views. No tensor may change its storage or be replaced by another one
+    with the same name.
     """
 
     def __init__(self, *tensors: Mapping[str, Tensor]) -> None:
