@@ -26,8 +26,11 @@ from hybridrl.models.megatron.packed_exactly import Bounds, EngineKernels, rotar
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.rollout.vllm.exact import linear, logits, norm, rotate
 
-# Length of the longest sequence of queries that the kernel is told, at least.
-LEAST_QUERIES = 2
+# The smallest length that the kernel is given for the longest sequence of queries. With one query,
+# it drops the causal mask and chooses other blocks. With heads of up to 64 it does so for up to 64
+# rows of queries.
+LEAST_QUERIES, LEAST_QUERIES_OF_SMALL_HEADS = 2, 65
+SMALL_HEAD = 64
 
 
 def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
@@ -77,6 +80,12 @@ def _table(rotary: Rotary, cache_LD: Tensor) -> Tensor:
     return rotary_table(torch.outer(position_L, frequencies), cache_LD.dtype)
 
 
+def announced(num_queries: int, head_size: int) -> int:
+    """Returns the length of the longest sequence of queries that either side tells the kernel."""
+    least = LEAST_QUERIES_OF_SMALL_HEADS if head_size <= SMALL_HEAD else LEAST_QUERIES
+    return max(num_queries, least)
+
+
 def _attend_unsplit(
     forward: Callable[..., Tensor],
     layer: Any,
@@ -89,11 +98,10 @@ def _attend_unsplit(
     **keywords: Any,
 ) -> Tensor:
     """Takes the place of the `forward` of vLLM's attention. Batches without a CUDA graph would let
-    the kernel choose the number of splits. With single queries, the kernel would choose larger
-    blocks of keys for heads of up to 64.
+    the kernel choose the number of splits.
     """
     if (given := attn_metadata) is not None:
-        longest = max(given.max_query_len, LEAST_QUERIES)
+        longest = announced(given.max_query_len, query.size(-1))
         if (given.max_num_splits, given.max_query_len) != (1, longest):
             # The schedule was computed for the other values; without it, the kernel computes one.
             attn_metadata = replace(
@@ -117,7 +125,7 @@ def _attend(
         query_THD,
         key_KHD,
         value_KHD,
-        max(bounds.max_seqlen_q, LEAST_QUERIES),
+        announced(bounds.max_seqlen_q, query_THD.size(-1)),
         bounds.cu_seqlens_q,
         bounds.max_seqlen_k,
         cu_seqlens_k=bounds.cu_seqlens_k,
