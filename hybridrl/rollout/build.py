@@ -21,7 +21,7 @@ from hybridrl.rollout.registry import ENGINES, load_symbol
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Inputs for one rank's part of an engine, of which each adapter uses some."""
+    """Inputs for one rank's part of an engine. Each engine uses some of them."""
 
     rollout: RolloutConfig
     hf_config: Mapping[str, Any]
@@ -35,7 +35,7 @@ class EngineInputs:
     timeout_s: float  # time limit of the engine's collectives
     shard: TrainingShard | None  # the trainer's parameters, if the engine may use them
     records_experts: bool = False
-    adapters: tuple[str, ...] = ()  # of LoRA, held in addition to the policy's
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters in addition to the policy's
     directory: Path | None = None  # directory with the model's tokenizer and processor files
     is_exact: bool = False  # whether to compute the trainer's bits (`numerics.match`)
 
@@ -68,8 +68,8 @@ class SharingEngine(EngineAdapter, Protocol):
 
 @runtime_checkable
 class AdapterEngine(EngineAdapter, Protocol):
-    """An engine with the trait `takes_adapters`, of a family with adapters. Each request names its
-    adapter.
+    """An engine with the trait `takes_adapters` whose model has LoRA adapters. Each request names
+    its adapter.
 
     Weight transfers write the policy's adapter, which is part of `tensors`. The others are written
     by common/other_adapters.py, between `begin_update` and `finish_update`.
@@ -80,7 +80,7 @@ class AdapterEngine(EngineAdapter, Protocol):
         """Names of all adapters, the policy's first."""
 
     def adapter_tensors(self, name: str) -> Mapping[str, Tensor]:
-        """Returns an adapter's memory by the policy's names in `layout`; KeyError if unknown."""
+        """Returns an adapter's tensors by their names in `layout`; KeyError if unknown."""
 
 
 def build(inputs: EngineInputs) -> EngineAdapter:

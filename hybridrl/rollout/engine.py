@@ -40,8 +40,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # end a response, as its last token
     stop_strings: tuple[str, ...] = ()  # end a response with the token that completes one
     min_new_tokens: int = 0  # tokens before which no `stop_token_ids` can be drawn
-    # For tokens that occur in prompt or response, divides positive logits and multiplies negative
-    # ones (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1 is off.
+    # Divides positive logits, and multiplies negative logits, of tokens that occur in prompt or
+    # response (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1 has no effect.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from logits of tokens in the response
 
@@ -164,8 +164,9 @@ class Completion(_Versioned):
 
     request_id: int
     tokens: tuple[int, ...]  # response, including the stop token if there is one
-    # Under the distribution from which tokens were drawn (after temperature, top-k and top-p), or
-    # for temperature 0 the model's at temperature 1, with penalties and minimum lengths.
+    # Log-probabilities under the distribution from which tokens were drawn (after temperature,
+    # top-k and top-p); for temperature 0, under the model's distribution at temperature 1, with
+    # penalties and minimum lengths.
     logps: tuple[float, ...]
     finish_reason: FinishReason  # "stop" after a stop token or string, else "length"
     version: int  # weight version that generated the first token; no token has an older version
@@ -293,7 +294,7 @@ class RunningRequest:
         return self._num_recorded.get(name, 0)
 
     def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
-        """Appends a blob's rows from position `start`, without those that it has."""
+        """Appends a blob's rows from position `start`; skips rows that the blob already has."""
         num = self.num_recorded(name)
         if start > num:
             raise ValueError(
@@ -306,7 +307,7 @@ class RunningRequest:
 
     @property
     def blobs(self) -> dict[str, Array]:
-        """The rows before the last token; engines may record later ones early."""
+        """The recorded rows before the last token; engines may have recorded later ones."""
         drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
         found = {}
         for name, parts in self._recorded.items():
@@ -352,7 +353,7 @@ class RunningRequest:
     def extend(
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
-        """Appends tokens, of which only the last may end the response, and returns that."""
+        """Appends tokens; returns the completion if the last one ends the response."""
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
         earlier = tokens[:-1]
         if length > sampling.max_new_tokens or not set(sampling.stop_token_ids).isdisjoint(earlier):

@@ -46,7 +46,7 @@ def merging_notice(engine: str, family: Family, shape: ModelShape) -> str | None
 def merged_transport_rules(
     rollout: RolloutConfig, family: Family, shape: ModelShape
 ) -> Iterator[UserError]:
-    """Yields an error if ranks should read merged weights, which none stores, in place."""
+    """Yields an error for transport "peer" with merged weights, which no rank stores."""
     if rollout.transport != "peer":
         return
     for reason in _violations(rollout.engine, family, shape):
@@ -75,7 +75,7 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
         allowed = f"{' or '.join(known)} with a model that has {shape.mixer.name}"
         yield UserError("rollout.engine", engine, allowed, "Choose one of these engines.")
     elif records_experts and traits.has_fused_parameters:
-        # Experts are recorded by slots of the cache, of which these models have several kinds.
+        # Experts are recorded by cache slot, but these models have several kinds of slots.
         yield UserError(
             "algorithm.router_replay",
             "rollout",
@@ -85,7 +85,7 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
 
 
 def _takes(engine: str, mixer: MixerShape) -> bool:
-    """Whether an engine has recurrent layers; engines' own layers are only gated delta nets."""
+    """Whether an engine supports a mixer. Engines with their own layers support only delta nets."""
     traits = ENGINES[engine]
     is_known = isinstance(mixer, DeltaShape) or not traits.has_fused_parameters
     return traits.takes_recurrent_layers and is_known

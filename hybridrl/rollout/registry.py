@@ -27,11 +27,11 @@ class EngineTraits:
     computes: bool = True  # whether tokens come from the received weights, of its `model`
     is_tensor_parallel: bool = False  # whether `rollout.tp` ranks may share a replica
     is_expert_parallel: bool = False  # whether ranks may hold whole experts (`rollout.ep`)
-    has_fused_parameters: bool = False  # as `fused_layout`; otherwise HF's whole tensors
+    has_fused_parameters: bool = False  # whether they match `fused_layout`, not HF tensors
     takes_experts: bool = False  # whether it supports mixture-of-experts models
-    takes_expert_maps: bool = False  # whether any rank may hold any expert, as trained
+    takes_expert_maps: bool = False  # whether any rank may hold any expert
     takes_recurrent_layers: bool = False  # see models/mixers.py
-    takes_adapters: bool = False  # next to weights; otherwise it receives merged weights
+    takes_adapters: bool = False  # whether weights need not be merged
     # Whether adapters may be on the first layers of latent attention whose queries are computed
     # directly from the input.
     adapts_direct_latents: bool = False
@@ -42,7 +42,7 @@ class EngineTraits:
     sleeps: bool = False
     shares_memory: bool = False  # whether its parameters may be the trainer's own memory
     has_fixed_kv_cache: bool = False  # whether the start allocates it for `rollout.max_batch`
-    captures_graphs: bool = False  # whether it keeps CUDA graphs and a workspace always
+    captures_graphs: bool = False  # whether it keeps CUDA graphs and a workspace forever
     bounds_positions: bool = False  # whether max_position_embeddings limits requests
     lowest_temperature: float = 0.0  # lowest temperature that it supports, apart from 0
     highest_temperature: float = math.inf  # highest temperature that it supports
@@ -62,18 +62,18 @@ class EngineTraits:
 class EnginePackage:
     """A package that an engine needs in addition to hybridrl's dependencies."""
 
-    is_installed: Callable[[], bool]  # whether any build of the package is
+    is_installed: Callable[[], bool]  # whether any build is installed
     # Returns build and version, given whether the host has no GPUs. Raises UserError if the package
     # is missing or does not suit the host.
     installed_version: Callable[[bool], str]
     # Yields why the package cannot run a model, given its `ModelShape`, the name of the weights'
     # data type, and whether the host has no GPUs.
     model_rules: Callable[[Any, str, bool], Iterable[UserError]]
-    tested: Mapping[str, str]  # devices of tests by `installed_version`
+    tested: Mapping[str, str]  # tested versions and the devices of the tests
     support: Callable[[bool], Support]  # given whether the host has no GPUs
     # Returns the bytes of cache that a rank needs for a request to a model with recurrent layers,
     # given `ModelShape`, length, tensor-parallel size, and bytes per element of keys and of the
-    # model. None if exactly its keys, values and states.
+    # model. None if the cache stores exactly the request's keys, values and states.
     hybrid_request_bytes: Callable[[Any, int, int, int, int], int] | None = None
 
 

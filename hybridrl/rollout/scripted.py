@@ -1,6 +1,6 @@
 """A rollout engine that replays scripted responses, for tests and runs without real sampling.
 
-It has a queue, one token per step and weight updates, but never reads the weights.
+It queues requests, adds one token per step and accepts weight updates, but never reads weights.
 """
 
 from __future__ import annotations

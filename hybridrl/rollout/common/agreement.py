@@ -151,7 +151,7 @@ class _GatheredSums:
 
 
 class _SharedSums:
-    """Exchanges words of a step and its checksum in memory that a host's ranks share."""
+    """Exchanges words, each with a step and its checksum, through memory that all ranks share."""
 
     def __init__(self, members: _Members, ranks: Sequence[int], timeout_s: float) -> None:
         memory = peer_memory.allocate(KEPT_STEPS * 8, CPU, timeout_s, members)
@@ -162,7 +162,7 @@ class _SharedSums:
         weakref.finalize(self, _close, self._peers)
 
     def publish(self, step: int, own: int) -> None:
-        # All eight bytes are written at once, so a peer never sees a step with another step's
+        # One write stores all eight bytes, so a peer never sees a step with another step's
         # checksum.
         self._own[step % KEPT_STEPS] = (step & STEP) << SUM_BITS | own
 

@@ -146,7 +146,7 @@ class EngineMemory:
         for piece in pieces:
             used = blocks_of(piece, blocks)
             if not used:
-                give_back(piece, mapping)  # permanently, because the engine will not allocate again
+                give_back(piece, mapping)  # the engine will not allocate this memory again
                 continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
@@ -216,9 +216,9 @@ class EngineMemory:
                 self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
     def lend(self, num_bytes: int, keeps_weights: bool = False) -> list[Piece]:
-        """Lends released pieces; see `lending.MemoryLender`. Those with weights need no clearing
-        and go first. Raises RuntimeError if the engine is awake, because its data would be
-        overwritten.
+        """Lends released pieces; see `lending.MemoryLender`. Pieces with weights are lent first,
+        because they need no clearing. Raises RuntimeError if the engine is awake, because its data
+        would be overwritten.
         """
         free = [one for one in self._pieces if one.address not in self._lent]
         if any(one.address not in self._asleep for one in free):

@@ -59,7 +59,7 @@ def over_layout(
 def engine_world(
     parallel_state: Any, size: int, build_group: Callable[..., Any], build_world: Callable[..., Any]
 ) -> Iterator[None]:
-    """Makes a package build its groups with these functions, and see a job of `size` ranks."""
+    """Makes a package build its groups with these functions, as if the job had `size` ranks."""
     distributed, torch_view = View(dist), View(torch)
     distributed.get_world_size = lambda group=None: (
         size if group is None else dist.get_world_size(group)
@@ -76,9 +76,9 @@ def engine_world(
 def check_groups(
     package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
 ) -> None:
-    """Raises RuntimeError if a package has groups for other ranks, kept until the process ends.
-    Removes those whose default group was destroyed, and then clears `open_engines`, the engines
-    that were not stopped.
+    """Raises RuntimeError if a package, which keeps its groups until the process ends, has groups
+    for other ranks. If their default group was destroyed, removes them and clears `open_engines`,
+    the engines that were not stopped.
     """
     world = parallel_state._WORLD
     if world is None:

@@ -1,6 +1,6 @@
-"""Checks engines' packages, and the torch and transformers that they need, by their metadata.
+"""Checks the installed versions of engines' packages, and of the torch and transformers they need.
 
-No rank needs to import an engine for this.
+Reads only package metadata; no rank imports an engine for this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
     Args:
         key: Configuration key that chose the engine.
         distribution, number: Installed distribution of the engine, and its version.
-        package, install: Name of the engine in messages, and instructions to install it.
+        package, install: Name of the engine's package in messages, and instructions to install it.
     """
     for line in requires(distribution) or ():
         wanted = Requirement(line)

@@ -72,8 +72,8 @@ def free_bytes(device: torch.device) -> int:
     """Returns the device's free bytes after releasing cached memory; 0 on CPU."""
     if device.type == "cpu":
         return 0
-    # Collect garbage first: if the engine's start frees it, the engine looks smaller than it is, in
-    # one case by 9 GiB.
+    # Collect garbage first. If the start of the engine freed it instead, the engine would seem to
+    # use less memory than it does, in one case by 9 GiB.
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

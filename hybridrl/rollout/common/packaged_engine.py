@@ -64,7 +64,7 @@ class StartInputs:
     version: str  # name and version of the package, for messages
     members: list[int]  # global ranks of the replica, in tensor-parallel order
     weight_bytes: int  # bytes of this rank's parameters and of its adapter's slots
-    slots: EngineSlots | None = None  # slots of the adapter; None if the engine has none
+    slots: EngineSlots | None = None  # slots of the adapters; None if the engine has none
 
     @property
     def is_cpu(self) -> bool:
@@ -235,7 +235,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _own_memory(self) -> SleepingMemory:
-        """Returns the memory of weights and KV cache on a GPU; UserError if not releasable."""
+        """Returns the memory of weights and KV cache on a GPU; UserError if it is not
+        releasable.
+        """
 
     @abstractmethod
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
@@ -254,7 +256,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _record_running(self) -> None:
-        """Records the experts chosen so far; other weights may compute the remaining tokens."""
+        """Records the experts chosen so far, before new weights compute the remaining tokens."""
 
     @abstractmethod
     def _drop_running(self) -> None:
@@ -287,14 +289,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return quantized_shapes(base_of(self._family), self._shape)
 
     def _prepare(self, model: torch.nn.Module) -> None:
-        """Checks a module, and shares memory, before the package uses or measures it."""
+        """Checks a module and shares its memory, before the package uses or measures the module."""
         layout, latent = self._base_layout, self._shape.latent
         version = self._inputs.version
         try:
             tensors, wide = self._checked_parameters(model)
             if not self._is_placement_checked:
                 self._check_placement(model, tensors)
-            # Padding starts as random numbers, of which only the first and last layer's are loaded.
+            # Padding starts as random numbers. Only the first and the last layer's was overwritten
+            # by the check.
             for name, box in layout.padding:
                 box_view(tensors[name], box).zero_()
             if latent is not None:
@@ -330,7 +333,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     def _check_placement(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
         load_files: Any = model.load_weights
         load = load_files
-        if self._shape.vision is not None:  # whose tensors have other names in files
+        if self._shape.vision is not None:  # files use other tensor names
             load = partial(_load_as_in_files, load_files)
         shapes = hf_shapes(base_of(self._family), self._shape)
         shapes = with_scale_shapes(shapes, self._quantized())
@@ -360,8 +363,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the parameters that an update writes completely, and the padded ones, which it
-        writes in part, without those in the trainer's memory. `begin_update` clears what an update
-        does not write of slots. Other adapters' slots are kept.
+        writes only in part. Leaves out parameters in the trainer's memory. Slots count as complete,
+        because `begin_update` clears the parts that an update does not write; other adapters' slots
+        are kept.
         """
         padded = {name for name, _ in self._layout.padding if not is_slot(name)}
         own = {name: t for name, t in self._tensors.items() if name not in self.shared}
@@ -396,7 +400,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._named_slots(self._adapters.tensors(name))
 
     def stale_copy(self) -> str | None:
-        """Returns the first copied parameter that differs from its source weights, if any."""
+        """Returns the name of the first copy that differs from its source weights, if any."""
         return self.copies.stale(self._live.model) or self._routers.stale()
 
     def sleep(self, keeps_memory: bool = False) -> None:
@@ -414,7 +418,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return [] if self._memory is None else self._memory.lend(num_bytes, keeps_weights)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Whether `sleep` loses the weights; training overwrites lent ones in any case."""
+        """Whether `sleep` loses the weights; training always overwrites lent ones."""
         memory = self._memory
         return memory is not None and (not keeps_memory or memory.lends_weights)
 
@@ -436,7 +440,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._adapters.check()
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
-            self._memory.clear_lent()  # training uses lent memory in any case
+            self._memory.clear_lent()  # training uses lent memory even then
         self._forget_cache()
         if self._experts is not None:
             self._experts.forget()
@@ -457,7 +461,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # RolloutEngine
 
     def memory(self) -> dict[str, Holding]:
-        """Returns the bytes used on this rank, by purpose; graphs and workspace as during sleep."""
+        """Returns the bytes used on this rank, by purpose."""
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
         sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
         shared_bytes = sum(sizes[name] for name in self.shared)
@@ -473,7 +477,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests; ValueError for an id in use, or what the package cannot generate."""
+        """Queues requests; ValueError if an id is in use or the package cannot generate it."""
         for request in requests:
             for violation in (
                 *unknown_adapter(request, self.adapters),
@@ -483,7 +487,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         super().submit(requests)
 
     def step(self) -> None:
-        """Runs one step of the package; TokensDifferError if ranks drew other tokens earlier."""
+        """Runs one step of the package; TokensDifferError if ranks drew different tokens before."""
         self._check_weights()
         self._agreement.settle()
         if not self._rows:

@@ -73,7 +73,7 @@ def mark(table_SV: Tensor, slots: Sequence[int], histories: Sequence[TokenHistor
 def penalize(
     logits_BV: Tensor, rows: PenaltyRows, seen_BV: Tensor | None, length_B: Tensor
 ) -> Tensor:
-    """Returns float32 logits without early stop tokens and with penalties, as vLLM orders these.
+    """Returns float32 logits with penalties, in vLLM's order, and without early stop tokens.
 
     Logits of rows without penalties do not change.
 

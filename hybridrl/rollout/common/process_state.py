@@ -69,7 +69,7 @@ def without_variables(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
-    """Replaces an attribute for a block; with `if_there`, only one that exists."""
+    """Replaces an attribute during a `with` block; with `if_there`, only if it exists."""
     if if_there and name not in owner.__dict__:
         yield
         return

@@ -66,7 +66,7 @@ def check_placement(
     """Loads HF tensors of marker values, and checks that each region contains the expected slice.
 
     Uses the engine's own loader and overwrites the parameters. Checks the first and the last layer,
-    and parameters outside of layers. Raises ModelError that names the first wrong parameter.
+    and parameters outside of layers. Raises ModelError, which names the first wrong parameter.
 
     Args:
         experts: Experts of all ranks of the replica, one rank after another; None if they are in
@@ -128,7 +128,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
 
 
 def _type_of(name: str, hf_shapes: Mapping[str, Shape], like: Tensor) -> Tensor:
-    """Returns an empty tensor of the type of an HF tensor: FP8, fp32 scales, or as `like`."""
+    """Returns an empty tensor with an HF tensor's type: FP8, fp32 for scales, or that of `like`."""
     dtype = like.dtype
     if is_scale(name):
         dtype = torch.float32

@@ -30,19 +30,20 @@ class EngineSettings:
     dtype: str
     max_batch: int  # maximum number of requests that are decoded together
     max_tokens: int  # maximum total length of a prompt and its response
-    # None: for `max_batch` requests of maximum length, as far as memory goes (1 GiB on CPU).
+    # None for the size that `max_batch` requests of maximum length need, if memory suffices (on
+    # CPU, at most 1 GiB).
     kv_cache_bytes: int | None = None
     reserved_bytes: int = 0  # memory that the trainer will add during rollout
-    timeout_s: float | None = None  # of the engine's collectives; None for its default
+    timeout_s: float | None = None  # time limit of its collectives; None for its default
     eager: bool = False  # whether to disable torch.compile and CUDA graphs (always disabled on CPU)
-    ep: int = 1  # groups that share a layer's experts; 1 if every rank has a part of each
+    ep: int = 1  # groups among which experts are divided; 1 if every rank has a part of each
     records_experts: bool = False
-    gpu_memory_share: float | None = None  # the most for weights and KV cache; None for all
-    adapters: tuple[str, ...] = ()  # of LoRA, held in addition to the policy's
-    directory: Path | None = None  # of the model's processor files, for prompts with images
-    quantization: Literal["none", "fp8"] = "none"  # as `rollout.quantization`
+    gpu_memory_share: float | None = None  # limit for weights and KV cache; None for no limit
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters in addition to the policy's
+    directory: Path | None = None  # folder of the processor's files, for prompts with images
+    quantization: Literal["none", "fp8"] = "none"  # see `rollout.quantization`
     unquantized: tuple[str, ...] = ()  # HF names of linear layers that quantization leaves out
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # as `rollout.kv_cache_dtype`
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # see `rollout.kv_cache_dtype`
     is_exact: bool = False  # whether to compute the trainer's bits (`numerics.match`)
     rotary: Rotary | None = None  # the trainer's rotary positions, for exact mode on GPUs
 

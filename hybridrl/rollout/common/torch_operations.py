@@ -1,7 +1,8 @@
 """Products with adapters and FP8 weights, as operations that torch.compile does not look into.
 
-A x of an adapter is computed on a second stream of the GPU, next to the layer's own product. Few
-tokens are multiplied by FP8 weights without being rounded, more tokens by the engine's own product.
+The product A x of an adapter is computed on a second GPU stream, at the same time as the layer's
+own product. Small numbers of tokens are multiplied by FP8 weights without rounding the tokens to
+FP8; for more tokens the engine's own product is used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from hybridrl import ops
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-SLOT = 0  # of the only adapter
+SLOT = 0  # index of the only adapter
 
 _engines: list[Product] = []
 _library = torch.library.Library("hybridrl", "FRAGMENT")
@@ -26,8 +27,8 @@ _library.define("fp8_linear(Tensor x, Tensor weight, Tensor scales) -> Tensor")
 
 @cache
 def _second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Returns the second stream of a stream. Each has its own: the memory of A x may be used again
-    as soon as the stream has passed `_up`.
+    """Returns the second stream of a stream. Streams do not share one, because the memory of A x
+    may be reused as soon as the stream has passed `_up`.
     """
     return torch.cuda.Stream(current.device)
 
@@ -52,7 +53,7 @@ def _up(y: Tensor, down: Tensor, x: Tensor, bs: Sequence[Tensor], slots: Tensor)
 
 
 def multiply_many_tokens_by(product: Product) -> None:
-    """Sets the engine's product of rows, (M, K), weights, (N, K), and scales, one per process."""
+    """Sets the process's only product: a function of rows (M, K), weights (N, K) and scales."""
     _engines[:] = [product]
 
 

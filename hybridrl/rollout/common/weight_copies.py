@@ -90,7 +90,7 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Sets the epsilon of latents' norms, in place of other norms', before graphs exist."""
+    """Gives the norms of latents their own epsilon; must run before graphs are captured."""
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS
 
@@ -106,7 +106,7 @@ ROUTER = ".mlp.gate.weight"
 
 @dataclass(frozen=True)
 class WideRouters:
-    """Routers of one engine by layout name: float32 parameters, and what updates write."""
+    """An engine's routers by layout name: float32 parameters, and the tensors updates write."""
 
     wide: Mapping[str, Tensor]
     narrow: Mapping[str, Tensor]

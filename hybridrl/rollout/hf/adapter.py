@@ -194,7 +194,7 @@ class HfEngine(QueuedEngine):
             tokens = (*request.prompt, *row.tokens)
             context = _Context(tokens, request.adapter, request.contents)
             by_context.setdefault(context, []).append(row)
-        # States after padding would not be those of a shorter context.
+        # Recurrent states would include the padding of shorter contexts.
         is_padded = not self._cache.has_states
         by_length = sorted(by_context, key=lambda one: len(one.tokens))
         for chosen in _prefill_chunks(by_length, is_padded):
@@ -309,7 +309,7 @@ class _Context(NamedTuple):
 
 
 def _prefill_chunks(contexts: Sequence[_Context], is_padded: bool) -> Iterator[list[_Context]]:
-    """Splits contexts, sorted by length, into passes, of equal lengths if not padded."""
+    """Splits contexts, sorted by length, into passes; without padding, a pass has one length."""
     chunk: list[_Context] = []
     lengths: set[int] = set()
     for context in contexts:

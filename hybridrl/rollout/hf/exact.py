@@ -1,4 +1,4 @@
-"""Makes a model of transformers compute as the trainer: the same bits, or only logits in float32.
+"""Makes a transformers model compute the same bits as the trainer, or only logits in float32.
 
 Exact mode replaces products, norms and attention by the operations that the trainer then uses too
 (models/megatron/exact.py). All other operations work element by element.

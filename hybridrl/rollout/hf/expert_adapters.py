@@ -1,4 +1,4 @@
-"""Lets a transformers model compute with LoRA adapters on its experts, different ones by row.
+"""Lets a transformers model compute with LoRA adapters on its experts, one adapter per row.
 
 transformers 5 computes a layer's stacked experts with grouped products, which cannot add an
 adapter. Layers with adapters compute their experts one by one instead.

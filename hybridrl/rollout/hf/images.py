@@ -85,7 +85,9 @@ class ImageModel:
         mask: Any,
         cache: Any,
     ) -> Tensor:
-        """Returns logits after rows' last tokens, with index position_B in sequences: (B, V)."""
+        """Returns logits (B, V) after each row's last token, at index position_B in
+        its sequence.
+        """
         offsets = [position_offset(images, self._vision.merge_size) for images in images_B]
         position_B = position_B + torch.tensor(offsets, device=position_B.device)
         hidden_B1D = self._model.model.language_model(

@@ -15,7 +15,7 @@ CACHE_BLOCK = 64
 
 
 class _States:
-    """States of one recurrent layer; under key 0, those of the next forward's slots."""
+    """States of one recurrent layer. The attributes have the next forward's slots under key 0."""
 
     record_past = False
 

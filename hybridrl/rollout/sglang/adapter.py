@@ -162,7 +162,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._add(request.request_id, self._rows[request.request_id])
 
     def _is_computing_prompt(self, request_id: int) -> bool:
-        """Whether SGLang drew no token for a request yet, so its prompt is not cached."""
+        """Whether SGLang has drawn no token for a request yet, so its prompt is not cached."""
         running = self._running.get(request_id)
         return running is not None and not running.request.output_ids
 
@@ -195,7 +195,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._by_text.add(request_id)
 
     def _end_by_text(self) -> None:
-        """Ends requests at stop strings, which SGLang does not; its next token is ignored."""
+        """Ends requests at stop strings, as SGLang does not; ignores SGLang's next token."""
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
             if self._experts is not None and (end := self._text_end(running)):

@@ -86,7 +86,7 @@ class _WithoutPinning(TorchFunctionMode):
 
 
 def slot_tensors(manager: Any, slot: int) -> dict[str, Tensor]:
-    """Returns a slot by names of SGLang's modules: A (rank, inputs), B (outputs, rank)."""
+    """Returns a slot's A (rank, inputs) and B (outputs, rank) by SGLang's module names."""
     from sglang.srt.lora.utils import get_target_module_name
 
     pool, found = manager.memory_pool, dict[str, Tensor]()
@@ -103,7 +103,7 @@ def slot_tensors(manager: Any, slot: int) -> dict[str, Tensor]:
 
 
 def _outputs(module: Any, num: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields the range of outputs of each of a layer's `num` projections, as SGLang has them."""
+    """Yields the range of outputs of each of a layer's `num` projections in SGLang."""
     offsets: list[int] = [0, size]
     if num > 1 and hasattr(module, "first_output_dim"):  # latents of queries, and of keys
         offsets = [0, module.first_output_dim, size]
@@ -118,8 +118,8 @@ class LiveAdapters:
 
         self._manager = scheduler.tp_worker.model_runner.lora_manager
         self._pool = self._manager.memory_pool
-        # The rank is that of the slots, because SGLang packs a layer's projections at the rank of
-        # the adapter.
+        # An adapter's rank is that of the slots, because SGLang packs a layer's projections by the
+        # adapter's rank.
         config = {
             "peft_type": "LORA",
             "target_modules": [OWN_NAMES.get(name, name) for name in slots.layers],
@@ -133,7 +133,7 @@ class LiveAdapters:
             if not loaded.success:
                 raise RuntimeError(f"SGLang refused adapter {name}: {loaded.error_message}")
         with torch.no_grad():
-            # Adapters without weights, so this clears their slots.
+            # The adapters have no weights, so this clears their slots.
             self._manager.fetch_new_loras({None, *slots.adapters})
         self._places = {name: self._pool.get_buffer_id(name) for name in slots.adapters}
 
@@ -141,7 +141,7 @@ class LiveAdapters:
         return slot_tensors(self._manager, self._places[name])
 
     def check(self) -> None:
-        """Raises RuntimeError if SGLang has moved an adapter: requests would use other weights."""
+        """Raises RuntimeError if SGLang moved an adapter: requests would use wrong weights."""
         found = self._pool.uid_to_buffer_id
         for name, place in self._places.items():
             if found.get(name) != place:

@@ -171,8 +171,8 @@ def sleeping_memory(
     cache_bytes: int,
 ) -> SleepingMemory:
     """Returns the object that releases and restores a started engine's memory; `whole` and
-    `in_part` are parameters that an update writes completely, and in part. Raises UserError if the
-    KV cache is outside the pools.
+    `in_part` are the parameters that an update writes completely, and only in part. Raises
+    UserError if the KV cache is outside the pools.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
@@ -187,7 +187,7 @@ def caches_of(scheduler: Any) -> list[Tensor]:
 
 
 class SaverMemory:
-    """Implements `SleepingMemory` with SGLang's functions, without requests in its scheduler."""
+    """Implements `SleepingMemory` with SGLang's own functions for releasing and resuming memory."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device

@@ -31,7 +31,7 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Penalized(NamedTuple):
-    """A request with penalties, whose own prompt has `num_prompt` tokens of SGLang's."""
+    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are its own."""
 
     sampling: SamplingParams
     num_prompt: int
@@ -53,7 +53,7 @@ class TokenTable:
         self._penalized: dict[str, _Penalized] = {}
         self._slots: dict[str, int] = {}
         self._table: Tensor | None = None  # (slots, vocabulary) uint8, see common/penalties.py
-        # Requests of the next pass, and whether it computes prompts.
+        # Requests of the next pass, and whether the pass computes prompts.
         self._next: tuple[Sequence[Any], bool] | None = None
         self._batch: _Batch | None = None
 
@@ -76,7 +76,7 @@ class TokenTable:
         self._next = (requests, has_prompts) if self._penalized else None
 
     def penalized(self, logits_BV: Tensor, position_B: Tensor) -> Tensor:
-        """Returns the pass's logits with penalties; position_B is that of last tokens."""
+        """Returns the pass's logits with penalties; position_B has each row's last position."""
         batch = self._rows(logits_BV)
         if batch is None or self._table is None:
             return logits_BV

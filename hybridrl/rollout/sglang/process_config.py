@@ -1,8 +1,8 @@
 """Keeps a configuration of SGLang's process for each engine, and constructs the scheduler with it.
 
-All that depends on how a version of SGLang configures a process is here. Up to 0.5.16, SGLang has
-one record of arguments, and the scheduler takes its ranks. From 0.5.22 on, SGLang reads arguments,
-ranks and groups from a context, of which each engine has its own.
+All code that depends on how a version of SGLang configures a process is in this module. Up to
+0.5.16, SGLang has one record of arguments, and the scheduler takes its ranks. From 0.5.22 on,
+SGLang reads arguments, ranks and groups from a context, of which each engine has its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
-# Returns a `with` block in which SGLang reads an engine's configuration.
+# Returns a context manager, inside which SGLang reads an engine's configuration.
 Activate = Callable[[], AbstractContextManager[Any]]
 
 
@@ -48,7 +48,7 @@ def configure(server_args: Any, tp_rank: int, gpu_id: int, others: Sequence[Any]
 def construct(
     kind: type, server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int, active: Activate
 ) -> Any:
-    """Returns a new scheduler, which reads only `nccl_port` of its ports and opens none."""
+    """Returns a new scheduler. It reads only `nccl_port` from its ports, and opens no port."""
     ports = SimpleNamespace(nccl_port=0)
     # 0.5.16 also takes the ranks of pipeline, attention context, MoE data and data parallel groups.
     takes_ranks = active is contextlib.nullcontext

@@ -23,7 +23,7 @@ from hybridrl.rollout.engine import RunningRequest
 
 
 class RecordedExperts:
-    """Records the experts of all requests in one engine; SGLang's recorder in that engine's turn.
+    """Records the experts of all requests in one engine, as SGLang's recorder in its turns.
 
     During a forward pass, each layer's router writes to one row per token, at addresses that CUDA
     graphs capture. After the pass, the rows are copied to the slots of the tokens' keys.
@@ -64,15 +64,15 @@ class RecordedExperts:
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
     def record(self, rows: Iterable[tuple[Any, RunningRequest, int]], pool: Any) -> None:
-        """Records new experts of unfinished requests, before their slots are freed; a sync point if
-        any.
+        """Records new experts of unfinished requests, before their slots are freed. A sync point if
+        there are any.
 
         A retracted request that is computed again has slots only for its recomputed tokens; the
         experts of its other tokens were recorded when it was retracted.
 
         Args:
-            rows: SGLang's request, its row, and its number of prompt and response tokens, the last
-                of which no finished pass has processed.
+            rows: SGLang's request, its row, and its number of prompt and response tokens. No
+                finished pass has processed the last of these tokens.
             pool: SGLang's `req_to_token_pool`.
         """
         found: list[RunningRequest] = []
@@ -92,7 +92,8 @@ class RecordedExperts:
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
     """Makes an engine that starts in this context create its recorder with `listen`, before graphs
-    are captured, given the number of slots in the KV cache; None if experts are not recorded.
+    are captured. `listen` takes the number of slots in the KV cache, and returns None if experts
+    are not recorded.
     """
     from sglang.srt.model_executor import model_runner
 
@@ -109,7 +110,7 @@ def make_current(recorder: RecordedExperts | None) -> None:
 
 
 def _routed(model: torch.nn.Module) -> list[int]:
-    """Returns the observable routers' layers; sets numbers, which Mixtral leaves unset."""
+    """Returns the layers of observable routers; sets layer numbers, which Mixtral leaves unset."""
     from sglang.srt.layers.moe.topk import TopK
 
     found = []

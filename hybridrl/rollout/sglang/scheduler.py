@@ -94,7 +94,7 @@ class _Driven:
         )
 
     def recv_requests(self, local_reqs: Sequence[Any] = ()) -> list[Any]:
-        """Returns [] once per turn; `local_reqs`, of newer versions, would end slow requests."""
+        """Returns [] once per turn; ignores newer versions' `local_reqs`, which end requests."""
         if not self._turn_begins:
             raise _TurnIsOverError
         self._turn_begins = False
@@ -232,8 +232,8 @@ class _Driven:
 
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
-    """Keeps SGLang from inserting prompts into the cache whose tokens, except the last, are cached,
-    as for most samples. That would take a dozen device operations per request.
+    """Keeps SGLang from inserting a prompt into the cache if all its tokens but the last are cached
+    already, as for most samples. Inserting it would take a dozen device operations.
     """
     lengths = result.extend_input_len_per_req or ()  # None if no log-probabilities are computed
     found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
@@ -271,7 +271,7 @@ def keep_tokens(
 
 
 def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
-    """Returns a decode batch and its result, which must be on the host, of requests at `places`."""
+    """Returns a decode batch and its result, on the host, reduced to the requests at `places`."""
     batch, result = copy.copy(batch), copy.copy(result)
     batch.reqs = [batch.reqs[place] for place in places]
     output = result.logits_output = copy.copy(result.logits_output)

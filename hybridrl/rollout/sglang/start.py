@@ -208,7 +208,7 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
 
 
 def stop(engine: LiveEngine) -> None:
-    """Shuts down the engine, with the last one also SGLang's groups, but not the trainer's."""
+    """Shuts down the engine, and after the last one SGLang's groups, but never the trainer's."""
     from sglang.srt.distributed import parallel_state
 
     if engine.scheduler not in _OPEN:
@@ -247,13 +247,13 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
 
 
 def _other_weights(is_cpu: bool) -> list[str]:
-    """Returns variables that would change the layout of weights, also with the prefix SGL_."""
+    """Returns the variables that would change the layout of weights, and their old SGL_ names."""
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
     return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
 
 
 def _compute_with_local_experts() -> None:
-    """Replaces SGLang's CPU experts, which index with -1, its mark for other ranks."""
+    """Replaces SGLang's CPU experts, which use -1, the mark for other ranks, as an index."""
     from sglang.srt.layers.moe import fused_moe_native
 
     def forward(layer: Any, hidden_TD: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
@@ -307,7 +307,7 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` while the pool for weights, which can then free some, is in use."""
+    """Calls `prepare` while the memory pool for weights is in use and can free replaced weights."""
     from sglang.srt.model_loader.loader import DummyModelLoader
 
     load = DummyModelLoader.load_model

@@ -150,7 +150,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             # Read the core's outputs directly: vLLM would create a dictionary and several objects
             # for every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
-        if outputs:  # earlier tokens precede a request's last token
+        if outputs:  # these contain last tokens, which must follow the earlier ones
             self._take_drawn()
         names: list[str] = []
         tokens: list[int] = []
@@ -170,9 +170,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return names, tokens
 
     def _add_waiting(self) -> None:
-        """Passes requests to vLLM in order, up to the number that it decodes together, because
-        others may never start (`steps.max_policy_lag`), with images up to MAX_PIXEL_BYTES. Adding
-        and removing a request takes 0.15 ms of Python.
+        """Passes requests to vLLM in order, at most as many as it decodes together, and images of
+        at most MAX_PIXEL_BYTES. Further requests may never start (`steps.max_policy_lag`), and
+        adding and removing a request takes 0.15 ms of Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:

@@ -32,8 +32,8 @@ GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense 
 # for activations and CUDA graphs. If they need more, vLLM measures how large a cache fits.
 GPU_KNOWN_SHARE = 0.8
 
-# For exact mode on GPUs. Without compilation, because Inductor would fuse operations and round them
-# in its own way. Decode steps are captured as a whole; prompts run eagerly.
+# For exact mode on GPUs. Nothing is compiled, because Inductor would fuse operations and round in
+# its own way. Decode steps are captured as a whole; prompts run eagerly.
 EXACT_ARGUMENTS: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "attention_config": {
@@ -88,7 +88,8 @@ def engine_arguments(
     if settings.dtype != HEAD_DTYPE:
         arguments["hf_overrides"] = {"head_dtype": HEAD_DTYPE}
     if shape.mixer is not None:
-        # As in training; vLLM's default is the model's type unless config.json has a key for it.
+        # The type in training. vLLM's default is the model's type unless config.json has a key for
+        # it.
         arguments["mamba_ssm_cache_dtype"] = "float32"
         if device_memory is not None:
             # FlashInfer's kernel, vLLM's choice on Hopper, is compiled at its first call by nvcc.
@@ -135,7 +136,7 @@ def engine_arguments(
 
 
 def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns the most tokens, mostly from prompts, that a step on a GPU computes."""
+    """Returns the maximum number of tokens, mostly of prompts, that a step on a GPU computes."""
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:
         width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size

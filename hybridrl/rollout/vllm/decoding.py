@@ -18,7 +18,8 @@ from hybridrl.rollout.vllm.steady_rows import SteadyRows
 
 def scheduler_fits(scheduler: Any) -> bool:
     """Whether the shortcuts support a scheduler: no draft tokens, pipeline or connectors, and a
-    supported cache that needs no zeroing. Adapters never make a request wait.
+    supported cache that needs no zeroing. Adapters do not matter, because they never make a request
+    wait.
     """
     parts = scheduler.connector, scheduler.ec_connector
     has_none = parts == (None,) * 2 and not scheduler.use_pp and scheduler.num_spec_tokens == 0
@@ -44,7 +45,7 @@ class StepTokens(NamedTuple):
 
 
 class StepBuffer:
-    """Buffers steps with the same requests, so that each request's tokens are appended at once."""
+    """Buffers steps with the same requests, so that each request's tokens are appended together."""
 
     def __init__(self) -> None:
         self._steps: list[StepTokens] = []
@@ -107,7 +108,7 @@ class DecodingSteps:
         scheduler.update_from_output = self._update_from_output
 
     def take_steps(self) -> list[StepTokens]:
-        """Returns new steps' tokens that are not in vLLM's own output, which has last ones."""
+        """Returns new tokens that vLLM's own output lacks: all but a request's first and last."""
         drawn, self._drawn = self._drawn, []
         return drawn
 
@@ -142,7 +143,7 @@ class DecodingSteps:
         return output
 
     def _begin_steady(self, requests: Sequence[Any]) -> None:
-        """Starts `SteadyRows` if two steps had all requests; otherwise it would cost time."""
+        """Starts `SteadyRows` if two steps in a row decoded all requests; sooner, it costs time."""
         names, before = [request.request_id for request in requests], self._decoded
         self._decoded = names
         is_all = len(requests) == len(self._scheduler.running) and self._block_size > 2
@@ -186,7 +187,7 @@ class DecodingSteps:
         return rows
 
     def _hand_out_steady(self, steady: SteadyRows) -> Any:
-        """Schedules a step of steady rows; None if they no longer are, or lack cache."""
+        """Schedules a step of the steady rows; None if they are no longer steady or lack cache."""
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
         if num_waiting and num_running < scheduler.max_num_running_reqs:

@@ -4,7 +4,7 @@ Replaces products, norms, activations, rotary positions and logits by the operat
 (models/megatron/exact.py). The trainer, in turn, attends with vLLM's kernel (`attend`).
 
 The kernel chooses the sizes of its blocks by the number of a request's queries, and may split the
-keys of a request over threads. Both sides therefore pass every token as a request of its own, and
+keys of a request over threads. Both sides therefore pass every token as a separate request, and
 never split keys. The bits of a token then depend only on its sequence.
 """
 
@@ -174,7 +174,8 @@ def attend(
     Args:
         key_NHSD, value_NHSD: Keys from position 0 on.
         is_seen_NQS: Ignored, because the kernel computes the mask from the following arguments.
-        position_NQ: Position of each query in its sequence; one row if all are alike.
+        position_NQ: Position of each query in its sequence; one row if all sequences have the same
+            positions.
         num_before: Number of earlier positions that a query attends to; None for all of them.
         scale: Factor of the products.
     """

@@ -74,7 +74,7 @@ def compute_exactly(model: torch.nn.Module, rotary: Rotary) -> None:
 
 
 def _table(rotary: Rotary, cache_LD: Tensor) -> Tensor:
-    """Returns cosines and sines of the trainer's frequencies; vLLM's on GPUs differ in a bit."""
+    """Returns cosines and sines of the trainer's frequencies, which differ in a bit from vLLM's."""
     frequencies = rotary_frequencies(rotary, cache_LD.size(1)).to(cache_LD.device)
     position_L = torch.arange(len(cache_LD), device=cache_LD.device, dtype=torch.float32)
     return rotary_table(torch.outer(position_L, frequencies), cache_LD.dtype)
@@ -103,7 +103,8 @@ def _attend_unsplit(
     if (given := attn_metadata) is not None:
         longest = announced(given.max_query_len, query.size(-1))
         if (given.max_num_splits, given.max_query_len) != (1, longest):
-            # The schedule was computed for the other values; without it, the kernel computes one.
+            # The given schedule was computed for the old values; without one, the kernel computes
+            # its own.
             attn_metadata = replace(
                 given, max_num_splits=1, max_query_len=longest, scheduler_metadata=None
             )

@@ -53,8 +53,8 @@ def _no_map(name: str) -> ModelError:
 def experts_without_adapters() -> Iterator[None]:
     """Makes vLLM choose kernels for experts as in an engine without adapters.
 
-    Those for adapters of experts (0.26, 0.32), which adapters in any layers would cause, need
-    triton, which is absent on CPU, or pack gate and up in another order.
+    With adapters in any layer, vLLM (0.26, 0.32) would choose kernels for adapters of experts. They
+    need triton, which is absent on CPU, or pack gate and up in another order.
     """
     from vllm.model_executor.layers.fused_moe import layer
 

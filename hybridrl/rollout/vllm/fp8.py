@@ -3,11 +3,11 @@
 Pins the kernels, because some repack weights after loading, which updates could then not write.
 Updates write scales that are powers of two, which suit all kernels, with or without DeepGEMM.
 
-Few tokens are multiplied by FP8 weights without being rounded, where it was measured
-(kernels/fp8_linear.py). vLLM's kernels quantize the inputs of every product, which then takes
-longer than FP8 weights save: with Qwen2.5-7B and 64 requests of 1.5k to 2k tokens, a step took
-7.2 ms, with bf16 weights 6.7 ms (one H200). With unrounded tokens it took 6.84 ms, and with bf16
-weights 6.67 ms (another H200).
+If a step has few tokens, they are multiplied by FP8 weights without being rounded to FP8, for the
+sizes that were measured (kernels/fp8_linear.py). vLLM's kernels quantize the inputs of every
+product, which then takes longer than FP8 weights save: with Qwen2.5-7B and 64 requests of 1.5k to
+2k tokens, a step took 7.2 ms, with bf16 weights 6.7 ms (one H200). With unrounded tokens it took
+6.84 ms, and with bf16 weights 6.67 ms (another H200).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KERNELS = {
     "deep_gemm": "DeepGemmFp8BlockScaledMMKernel",
 }
 EXPERTS = "TRITON"  # backend of experts, as arguments.py pins it
-LEAST_CAPABILITY = (9, 0)  # of GPUs on which these kernels run: Hopper
+LEAST_CAPABILITY = (9, 0)  # compute capability that these kernels need: Hopper
 # Parameters of attention that exist until vLLM has processed them.
 CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 
@@ -126,8 +126,8 @@ def before_processing(prepare: Callable[[torch.nn.Module], None]) -> Iterator[No
 
 def multiply_unrounded_tokens(model: torch.nn.Module, max_batch: int) -> None:
     """Makes linear layers with FP8 weights multiply few tokens without rounding them, if that was
-    measured for a weight's sizes and `max_batch` tokens. An engine that decodes more requests at
-    once would mostly use vLLM's product, without the fusions of torch.compile.
+    measured for a weight's sizes and `max_batch` tokens. Engines with a larger `max_batch` are left
+    as they are: they would mostly use vLLM's product, but without the fusions of torch.compile.
     """
     kinds: dict[type, type] = {}
     kernel: Any = None

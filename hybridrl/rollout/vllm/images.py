@@ -40,7 +40,7 @@ def image_arguments() -> dict[str, Any]:
         "limit_mm_per_prompt": {IMAGE: MAX_IMAGES, "video": 0},
         # Every rank has a whole tower, as in training.
         "mm_encoder_tp_mode": "data",
-        # These need vLLM's own processor.
+        # The processor's cache and profiling need vLLM's own processor.
         "mm_processor_cache_gb": 0,
         "skip_mm_profiling": True,
     }
@@ -50,8 +50,8 @@ def image_arguments() -> dict[str, Any]:
 def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[None]:
     """Makes engines that start in this context have no processor of images.
 
-    vLLM asks the processor only for its own cache, and for limits, by which it sizes the cache of
-    features: an image has at most as many tokens as a request.
+    vLLM asks the processor only for the processor's cache, and for limits, from which it computes
+    the size of the feature cache: an image has at most as many tokens as a request.
     """
     if shape.vision is None:
         yield

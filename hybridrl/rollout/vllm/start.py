@@ -95,7 +95,7 @@ def start(
     _import_vllm(inputs.version, is_cpu)
     shape = inputs.shape
     if is_cpu and (shape.vision is not None or shape.mixer is not None):
-        # Imported with the model's code, although its wheels do not load with a CPU build of torch.
+        # The model's code imports torchvision, whose wheels do not load with a CPU build of torch.
         stand_in_for(("torchvision",))
     if is_cpu and shape.mixer is not None:
         _convolve_with_live_parameters()

@@ -57,7 +57,7 @@ class SteadyRows:
 
     @staticmethod
     def fit(requests: Sequence[Any]) -> bool:
-        """Whether all drew a token, none was preempted, and equal numbers are in flight."""
+        """Whether all drew a token, none was preempted, and all have equally many in flight."""
         under_way = {request.num_in_flight_tokens for request in requests}
         return len(under_way) == 1 and all(
             request.prefill_stats is None and not request.num_preemptions for request in requests

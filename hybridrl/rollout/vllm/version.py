@@ -33,8 +33,8 @@ NAME = "rollout.engine=vllm"
 class Build:
     """A build of vLLM that the adapter supports.
 
-    Sizes are those that its kernels support of attention heads, cached latents, and heads of gated
-    delta nets, and `delta_dtypes` the types of these nets; empty if all are.
+    The tuples have what its kernels support: sizes of attention heads, of cached latents and of
+    heads of gated delta nets, and types of gated delta nets. An empty tuple means no limit.
     """
 
     distribution: str
