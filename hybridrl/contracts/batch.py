@@ -94,7 +94,8 @@ class RolloutBatch:
     Attributes:
         sample_ids_B: Number of each sample, unique in the run. Consecutive sequences of the same
             sample have the same number.
-        group_B: Index of the prompt within the step; samples for the same prompt share it.
+        group_B: Index of the prompt within the step; samples for the same prompt have the same
+            index.
         behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
         versions_B: Version of the weights that sampled the response; the oldest of several.
         finished_B: Whether the response ended with a stop token, not at a limit.
@@ -252,7 +253,7 @@ class RolloutBatch:
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns all samples' values from those of this rank's; collective with `holders`."""
+        """Returns all samples' values, given those of this rank; collective with `holders`."""
         return value_H if self.holders is None else self.holders.completed(value_H)
 
     def places_of(self, index_N: Tensor) -> Tensor:

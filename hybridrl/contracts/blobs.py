@@ -23,8 +23,9 @@ Blobs = Mapping[str, Array]
 class BlobKind:
     """Declaration of a kind of blob: its name, allowed dtypes and dimensions of a row.
 
-    `rows` is the number of rows per sample. `token`: one per token of prompt and response. `input`:
-    one per token except the last, which is never an input to the engine. `any`: any number.
+    `rows` says how many rows a sample has. `token`: one for each token of prompt and response.
+    `input`: one for each token except the last, which is never an input to the engine. `any`: any
+    number.
     """
 
     name: str
@@ -50,7 +51,7 @@ def declare(kind: BlobKind) -> BlobKind:
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Describes a wrong type of a blob's values and the allowed ones; None if right."""
+    """Returns a blob's wrong type and the allowed types, as text; None if the type is allowed."""
     kind = KINDS.get(name)
     if kind is None:
         return f"blob {name}, which is not declared", ", ".join(sorted(KINDS)) or "no blob"

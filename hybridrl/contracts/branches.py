@@ -1,6 +1,6 @@
 """Finds the beginning that a sequence of an agent's sample has in common with an earlier sequence.
 
-Computed where the tokens are; the batch has the result as columns on every rank.
+Ranks compute this for the tokens that they have. The batch has the results as columns on all ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Branch(NamedTuple):
 
     Args:
         num_tokens: Leading positions that need not be computed again, and are not trained.
-        context: Digest of the tokens before the first sampled token, equal for equal beginnings of
-            equal lengths. -1 if the sequence has inputs other than tokens.
+        context: Digest of all tokens before the first sampled token; -1 if the sequence has inputs
+            other than tokens.
     """
 
     sequence: int
@@ -32,7 +32,7 @@ class Branch(NamedTuple):
 
 
 def branches_of(rollouts: Sequence[Rollout]) -> list[Branch]:
-    """Returns the branch of each sequence. The sequences of a sample are consecutive."""
+    """Returns the branch of each sequence. The sequences of a sample must be consecutive."""
     found: list[Branch] = []
     earlier: list[tuple[Rollout, np.ndarray]] = []
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""Checks the values that enter a batch (batch.py), with an error for invalid ones."""
+"""Checks the values that enter a batch (batch.py) and raises an error for invalid ones."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _first(value: Tensor, is_wrong: Tensor) -> str:
 
 
 def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Producer) -> None:
-    """Raises BatchError unless each rollout's fields are equally long, with a prompt per group."""
+    """Raises BatchError unless rollouts' fields are equally long and each group has one prompt."""
     if len(groups) != len(rollouts):
         got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
         raise BatchError(who, "group_B", got, "one group per rollout")
@@ -199,8 +199,8 @@ def check_lengths(
     has_contexts: bool,
     producer: Producer,
 ) -> None:
-    """Raises BatchError if a length is impossible, or differs from the prompt's without agents'
-    own contexts (`has_contexts`).
+    """Raises BatchError if a length is impossible, or if a prompt length differs from the prompt's
+    own length although sequences have no contexts of agents (`has_contexts`).
     """
     for name, value in zip(LENGTHS, (lengths_B, prompt_lengths_B), strict=True):
         check(value, name, INTEGER, len(prompts), producer, NO_MASK)

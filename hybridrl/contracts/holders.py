@@ -1,8 +1,8 @@
 """Records which ranks have the tokens of each sample, and completes per-sample values collectively.
 
-Every rank has the per-sample columns of a whole step, but the token columns of only some samples.
-A value that depends on tokens is computed where these are, and sent to all ranks. The result is
-bitwise identical for every assignment of samples to ranks.
+Every rank has the per-sample columns of a whole step, but the token columns of only some samples. A
+value that depends on tokens is computed on a rank that has these tokens, and sent to all ranks. The
+result is bitwise identical for every assignment of samples to ranks.
 """
 
 from __future__ import annotations

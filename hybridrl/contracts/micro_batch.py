@@ -64,8 +64,8 @@ class MicroBatch:
             model may transform these inputs (models/inputs.py).
 
     The other columns are (S,) float32 and zero outside `loss_mask_S`, or None; those with the
-    suffix `_SK` are (S, K), and `teacher_tokens_SK` is int32. They are a TrainBatch's with `_S` for
-    `_T`.
+    suffix `_SK` are (S, K), and `teacher_tokens_SK` is int32. They are columns of a TrainBatch,
+    with `_S` instead of `_T`.
 
     `max_seqlen` is never the token budget: if it equals `cu_seqlens[-1]`, Megatron's rotary
     embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core
@@ -107,7 +107,7 @@ class MicroBatch:
 
     @property
     def labels(self) -> Tensor:
-        """Tokens of each position's log-probabilities: (S,), or with the teacher's (S, 1 + K)."""
+        """Tokens whose log-probabilities each position yields: (S,), with a teacher (S, 1 + K)."""
         if self.teacher_tokens_SK is None:
             return self.targets_S
         return torch.cat((self.targets_S[:, None], self.teacher_tokens_SK), 1)

@@ -2,7 +2,7 @@
 
 A prompt is an ordered list of parts: runs of token ids, and non-text content such as images. In
 `tokens`, which training reads, a piece of content is one or more placeholder tokens; an engine
-receives only one. Only code for a kind of content reads its arrays.
+receives a single placeholder for it. Only code for a kind of content reads its arrays.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def token_versions(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """Returns what `token_versions` returns, for samples with one version each."""
+    """Returns the result of `token_versions` for samples that have one version each."""
     repeats = torch.stack([prompt_lengths_B, lengths_B - prompt_lengths_B], 1).flatten()
     values = torch.stack([torch.zeros_like(versions_B), versions_B], 1).flatten()
     return torch.repeat_interleave(values, repeats)
@@ -77,14 +77,14 @@ def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: T
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """Rows (N, ...) of this rank's samples, of one kind, and the number of rows of all, (B,)."""
+    """Rows (N, ...) of one kind for this rank's samples, and all samples' numbers of rows (B,)."""
 
     values_N: Tensor
     num_rows_B: Tensor
 
 
 def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
-    """Joins samples' blobs; one without has no rows. Raises ValueError if rows do not fit."""
+    """Joins samples' blobs; a missing blob has no rows. Raises ValueError if rows do not fit."""
     found = {}
     for name in {name: None for blobs in of_samples for name in blobs}:
         arrays = [blobs[name] for blobs in of_samples if name in blobs]

@@ -62,7 +62,7 @@ class SampleSequences:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleValues:
-    """Values of a batch per sample: sums of its sequences' lengths, the last's `finished_B`."""
+    """Values of a batch per sample: lengths summed over its sequences, `finished_B` of the last."""
 
     sample_ids_B: Tensor
     group_B: Tensor

@@ -37,9 +37,10 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams, request
 Host = AgentHost | HostProcess | HostPool
 LONGEST_WAIT_S = 1.0  # maximum wait for a program between checks for a stop request
 SHORT_WAIT_S = 0.005  # the same if other replicas wait for this one between engine steps
-# Several ranks exchange events in every engine step if fewer than REQUESTS_PER_STEP requests are in
-# the engine, with twice as many in every second step, and so on up to MAX_STEPS. A broadcast takes
-# about 0.1 ms. With many requests, new ones wait for each other anyway.
+# The ranks of a replica exchange events in every engine step if fewer than REQUESTS_PER_STEP
+# requests are in the engine, in every second step with up to twice as many, and so on up to
+# MAX_STEPS. A broadcast takes about 0.1 ms. With many requests, new ones wait for each other
+# anyway.
 REQUESTS_PER_STEP, MAX_STEPS = 32, 4
 NO_TURN = (f"requested no turn of the policy for {WHERE}", "an agent that requests a turn")
 # Failures of episodes that reached a limit before a turn had finished.
@@ -80,9 +81,9 @@ class _Episode:
 
 @dataclass(frozen=True)
 class _News:
-    """Events that all ranks of a replica process together: new requests and ended responses, with
-    the keys of their episodes, requests that no program waits for, and an error for all ranks to
-    raise.
+    """Events that all ranks of a replica process together: new requests and ended responses, both
+    with the keys of their episodes; requests for which no program waits; an error to raise on all
+    ranks.
     """
 
     requests: tuple[tuple[int, Request], ...] = ()
@@ -122,18 +123,18 @@ class AgentEpisodes:
         self._waits_s, self._needs_report = waits_s, needs_report
         self._is_evaluation = False
         self._next_key = 0
-        self._open: dict[int, _Episode] = {}  # by key, of training and of evaluations
+        self._open: dict[int, _Episode] = {}  # by key, for training and evaluations
         # Requests of training that were in the engine when it was emptied.
         self._paused: dict[int, Request] = {}
-        # Key of the episode, by unfinished request that was passed to the engine.
+        # Episode key of each unfinished request that was passed to the engine.
         self._owners: dict[int, int] = {}
         self._stopped: tuple[int, ...] = ()
         self._num_steps = 0  # since events were last exchanged
-        # On the first rank only.
+        # The following are used on the first rank only.
         self._admission = Admission()
-        # Arrived while an evaluation uses the engine, or wait for others.
+        # Requests that arrived while an evaluation uses the engine, or that wait for others.
         self._held: list[TurnRequest] = []
-        self._ended: list[Finished] = []  # of training, while an evaluation uses the engine
+        self._ended: list[Finished] = []  # kept while an evaluation uses the engine
         self._last_turns: dict[int, _LastTurn] = {}  # by request
         self._last_numbers = itertools.count(-1, -1)  # turns of programs have numbers from 0 on
         self._error: Exception | None = None  # raised on all ranks by the next `advance`
@@ -169,7 +170,7 @@ class AgentEpisodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins an episode, unless the sample's is running; none can continue from `saved`."""
+        """Begins an episode unless the sample has a running one; ignores `saved`."""
         if any(
             one.sample_id == sample_id and one.is_evaluation == self._is_evaluation
             for one in self._open.values()
@@ -229,7 +230,7 @@ class AgentEpisodes:
         return responses, [request for _, request in news.requests]
 
     def take_stopped(self) -> Collection[int]:
-        """Returns the requests in the engine for which no program waits, once."""
+        """Returns the requests in the engine for which no program waits any more, each once."""
         stopped, self._stopped = self._stopped, ()
         return stopped
 
@@ -332,7 +333,7 @@ class AgentEpisodes:
             self._error = self._error or error
 
     def _has_events(self) -> bool:
-        """Whether turns or results are kept for this round, not for one of the other kind."""
+        """Whether turns or results wait to be processed in this kind of round."""
         keys = [turn.sample_key for turn in self._held] + [one.key for one in self._ended]
         episodes = [self._open.get(key) for key in keys]
         return any(one is None or one.is_evaluation == self._is_evaluation for one in episodes)
@@ -403,7 +404,7 @@ class AgentEpisodes:
         return turn_request(turn, episode.sampling, seed)
 
     def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
-        """Returns the request for the one token that a response needs at least."""
+        """Returns a request for a single token, because a response needs at least one."""
         number = next(self._last_numbers)
         self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
         seed = request_seed(self._seed, episode.step, episode.sample_id)
@@ -444,7 +445,7 @@ class AgentEpisodes:
 
 
 def turn_request(turn: TurnRequest, run: SamplingParams, seed: int) -> Request:
-    """Returns the request for a turn, with the run's sampling parameters as far as it has none."""
+    """Returns the request for a turn; the run's sampling parameters replace missing ones."""
     sampling = replace(
         run,
         max_new_tokens=turn.max_new_tokens,
@@ -458,7 +459,7 @@ def turn_request(turn: TurnRequest, run: SamplingParams, seed: int) -> Request:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns an error for the other ranks. Other errors than UserErrors may not be picklable."""
+    """Returns an error to send to other ranks, because only UserErrors are sure to be picklable."""
     if isinstance(error, UserError):
         return error
     return RuntimeError(f"the replica's first rank {failure_text(error)}: {error_text(error)}")

@@ -21,7 +21,7 @@ POLL_S = 0.05  # interval at which the main thread checks the job
 
 
 class BackgroundThread:
-    """Runs one function at a time. `span` is that of the last joined work."""
+    """Runs one function at a time. `span` has the start and end of the last joined work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -52,12 +52,13 @@ class _Episode:
     # Tokens and text of each turn.
     actions: list[tuple[Sequence[int], str]] = field(default_factory=list)
     num_turns: int = 0
-    # [version of the weights, number of tokens]; observations belong to the preceding turn's run.
+    # Items are [version of the weights, number of tokens]. Observations belong to the run of the
+    # preceding turn.
     runs: list[list[int]] = field(default_factory=list)
     reward: float = 0.0
     failure: tuple[str, str] | None = None
     notes: Counter[str] = field(default_factory=Counter)
-    waits: bool = True  # for the environment, after a turn or at the beginning
+    waits: bool = True  # whether it waits for the environment
     blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:
@@ -114,8 +115,8 @@ _SAVED = (
 @dataclass(frozen=True)
 class OpenResponse:
     """An unfinished response that another replica or process can continue. `turns` is an entry of
-    `Episodes.state`, possibly through JSON; never modified. `request` is that for the current turn;
-    None if the response waits for its environment.
+    `Episodes.state`, possibly through JSON; never modified. `request` is the request for the
+    current turn; None if the response waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -212,7 +213,7 @@ class Episodes:
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Requests answers to finished turns; returns the responses that ended without one."""
+        """Requests answers to finished turns; returns the responses that need no answer."""
         ended = [self._end_turn(done) for done in completions]
         responses = [response for response in ended if response is not None]
         for response in responses:
@@ -222,8 +223,9 @@ class Episodes:
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
         """Processes the answers requested before the last call, or at a response's beginning.
 
-        Waits for these, and leaves later ones to the next call, so that the result does not depend
-        on how long environments take. Polls `gives_up`; if true, the wait ends without answers.
+        Waits for these answers, and leaves later ones to the next call, so that the result does not
+        depend on how long environments take. Polls `gives_up`; if true, the wait ends without
+        answers.
         """
         answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None and self._wait_for(self._due, gives_up):

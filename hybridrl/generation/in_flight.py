@@ -44,7 +44,7 @@ class Pool:
     # Samples of this rank's replica; on rank 0 also those without a replica.
     samples: Mapping[int, Sample] = field(default_factory=dict)
     next_number: int = 0  # number that the next new group will receive
-    # By step, the position in the data before the step took its prompts.
+    # For each step, the position in the data before the step took its prompts.
     cursors: Mapping[int, Mapping[str, int | str]] = field(default_factory=dict)
     # State of the expected response lengths.
     response_lengths: Mapping[str, float] = field(default_factory=dict)
@@ -120,8 +120,9 @@ class InFlight:
         return source.take(num)
 
     def begin_round(self, step: int, num_new: int) -> bool:
-        """Begins a step, or a further round of it, with `num_new` prompts; whether it is the first.
-        Raises ValueError if the round could not end even if all responses were complete.
+        """Begins a step, or a further round of it, with `num_new` prompts. Returns whether the
+        round is the step's first. Raises ValueError if the round could not end even if all
+        responses were complete.
         """
         self._room, self._next_room = self._next_room, self._schedule.per_step
         is_first = self._began is None or step != self._step
@@ -213,7 +214,7 @@ class InFlight:
         return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
     def _is_reporter(self, group: Group) -> bool:
-        """Whether this rank sends a group's samples: its replica's first, or rank 0 for saved."""
+        """Whether this rank sends a group's samples: their replica's first, or rank 0 if none."""
         if group.replica is None:
             return self._world.rank == 0
         return self._replica.is_first and group.replica == self._own_replica
@@ -238,7 +239,7 @@ class InFlight:
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Stores the samples; the first rank returns groups' states for `note_states`."""
+        """Stores the samples. A replica's first rank returns group states for `note_states`."""
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
             return None
@@ -264,7 +265,7 @@ class InFlight:
         return taken
 
     def drop_late(self, step: int | None = None) -> None:
-        """Drops groups that are too old after a step that has ended, by default the current."""
+        """Drops groups that are too old after step `step`, by default the current one."""
         step = self._step if step is None else step
         _, left, late = self._schedule.choose(self.pool.groups, step, room=0)
         if late:
@@ -298,7 +299,7 @@ class InFlight:
         return self._lag | queue_metrics(self.pool.groups)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups at the step's beginning as JSON; samples on rank 0. Collective."""
+        """Returns the groups at the step's beginning, with samples only on rank 0. Collective."""
         pool = self._began or replace(self.pool, response_lengths=self._lengths.state())
         reported = [group for group in pool.groups if self._is_reporter(group)]
         mine = pool.rollouts([number for group in reported for number in self.sample_ids(group)])
@@ -312,7 +313,8 @@ class InFlight:
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
         """Continues from a checkpoint; drops samples with other sampling parameters. Collective.
-        Only rank 0 needs the samples. Without a `source`, at the saved position, none continue.
+        Only rank 0 needs the samples. `source` must be at the saved position; without it, no
+        samples continue.
         """
         self._began, self.pool = None, Pool()
         if state.get("in_flight") is None or source is None:

@@ -28,7 +28,7 @@ class JointStop:
         self._pending: PendingSum | None = None
 
     def is_reached(self, num_steps: int, counts: Callable[[], Sequence[int]]) -> bool:
-        """Whether all ranks stop after this many steps, with idle ones; collective at intervals."""
+        """Whether all ranks stop after this many steps, even idle ones; collective at intervals."""
         if num_steps % STEPS_BETWEEN_SUMS:
             return False
         pending, self._pending = self._pending, None

@@ -18,7 +18,7 @@ from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"
-UNIFORM_STEPS = 10  # consecutive uninformative steps before the warning is repeated
+UNIFORM_STEPS = 10  # consecutive uninformative steps before the second warning
 WARN_EVERY_STEPS = 50
 
 Take = Callable[[int], Sequence[Prompt]]
@@ -74,8 +74,9 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Warns if no group of a step is informative: first, after ten in a row, then after every 50.
-    If most responses were truncated, the most likely reason, the warning begins with their share.
+    """Warns if no group of a step is informative: the first time, after ten such steps in a row,
+    and then after every 50 more. If most responses were truncated, which is the most likely reason,
+    the warning begins with their share.
     """
 
     def __init__(self) -> None:

@@ -24,10 +24,10 @@ class Response(Completion):
 
     observed: tuple[bool, ...] = ()  # for each token, whether it came from the environment
     num_turns: int = 1  # number of turns of the policy
-    ended: End = "done"  # by the environment, max_turns, the token limit, or a failure
+    ended: End = "done"  # what ended it: environment, max_turns, tokens, or a failure
     reward: float = 0.0  # sum of the rewards from the environment
     failure: tuple[str, str] | None = None  # what went wrong, and what is allowed
-    notes: Mapping[str, int] = field(default_factory=dict)  # times that each was reported
+    notes: Mapping[str, int] = field(default_factory=dict)  # how often each was reported
 
     @property
     def outcome(self) -> Outcome:
@@ -44,7 +44,7 @@ class AgentSequence:
     logps: tuple[float, ...]  # log-probability of each token; 0 on observed tokens
     observed: tuple[bool, ...]  # tokens that were not sampled, or are trained elsewhere
     finish_reason: FinishReason  # why the last turn ended
-    versions: Versions  # (version, number of tokens); observed with preceding turn
+    versions: Versions  # (version, number of tokens); see `Response`
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> AgentSequence:

@@ -26,7 +26,7 @@ Table = dict[str, Any]
 
 
 def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
-    """Makes each greedy response's reward a part of its group; drops groups without one."""
+    """Makes each greedy response's reward a reward part of its group; drops groups without one."""
     is_greedy_B = batch.sample_ids_B < 0
     groups = batch.group_B[is_greedy_B].tolist()
     reward_of = dict(zip(groups, batch.reward_B[is_greedy_B].tolist(), strict=True))
@@ -51,7 +51,7 @@ def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
 
 
 def table_of(batch: ScoredBatch) -> Table:
-    """Returns a batch's per-sample columns, for all ranks, on a rank with all of its tokens."""
+    """Returns a batch's per-sample columns, to send to all ranks; this rank has all tokens."""
     declared = columns_of(ScoredBatch)
     names = [name for name in batch.columns() if not declared[name].per_token]
     table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
@@ -73,8 +73,8 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns a batch with all ranks' samples in ascending order; tokens of `own` only. Tables are
-    by rank, None for one without samples (not all of them), and prompts by group.
+    """Returns a batch with all ranks' samples in ascending order and the tokens of `own`. There is
+    a table per rank, None if it has no samples; at least one rank has some. Prompts are by group.
     """
     found = [table for table in tables if table is not None]
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
@@ -117,8 +117,9 @@ def _blobs(
     sizes: Sequence[int],
     order: Any,
 ) -> dict[str, Blob]:
-    """Returns the blobs of all samples in an order, with rows only for this rank's samples.
-    `table_blobs` has each table's numbers of rows, and an empty array like a row, by blob name.
+    """Returns the blobs of all samples in the given order, with rows only for this rank's samples.
+    `table_blobs` has, for each table and blob name, the numbers of rows and an empty array of the
+    same type and row shape.
     """
     found = {}
     for name in {name: None for blobs in table_blobs for name in blobs}:

@@ -13,11 +13,11 @@ share of the step is done; a checkpoint written in the meantime contains finishe
 responses. With a lag, all engines stop together when enough groups are complete, and in_flight.py
 keeps the other groups for the next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec.
 2.6.2). Runs are reproducible, because the end of a step is determined by the samples and not by
-time. (Results also do not depend on the number of replicas if `rollout.max_batch` is large enough
-for all requests of a replica and each engine step adds one token to each request. SGLang does not
-advance samples that wait for the first sample of their prompt.) Engines on separate ranks also
-generate while the policy trains, on a background thread (docs/adr/0011). The main thread waits for
-this thread before new weights arrive.
+time. (The samples also do not depend on the number of replicas if `rollout.max_batch` is large
+enough for all requests of a replica and each engine step adds one token to each request. SGLang
+does not advance samples that wait for the first sample of their prompt.) Engines on separate ranks
+also generate while the policy trains, on a background thread (docs/adr/0011). The main thread waits
+for this thread before new weights arrive.
 
 If the algorithm compares samples with the greedy response to their prompt, the greedy response is
 an additional sample of the group with number -1 - group. The reward of the greedy sample becomes a
@@ -81,10 +81,12 @@ class Sampler:
     """Samples responses to prompts, together with the other replicas.
 
     Args:
-        episodes: Manager of responses with several turns, of an environment or agents; or None.
+        episodes: Manager of responses with several turns (environments or agents); None without
+            them.
         reward_models: Reward models that add their scores to a batch.
-        exact_with: What computes log-probabilities that serve as the trainer's own; None if they do
-            not. Saved samples with other log-probabilities are generated again.
+        exact_with: Text that names the engine, type and processor whose log-probabilities serve as
+            the trainer's own; None if they do not. Saved samples with another text are generated
+            again.
 
     Attributes:
         in_flight: Groups in flight across steps; empty without a lag.
@@ -119,7 +121,7 @@ class Sampler:
         self._prompts: dict[int, Prompt] = {}  # prompts in the batch, by group
         self._owners: dict[int, tuple[Prompt, int]] = {}  # prompt and group, by sample
         self._done: dict[int, Completion] = {}
-        self._earlier: dict[int, Completion] = {}  # from earlier calls in the same step
+        self._earlier: dict[int, Completion] = {}  # responses from earlier calls in the step
         self._digests: dict[int, str] = {}  # digests of the step's prompts, by sample
         self._saved = SavedRollouts()  # from the loaded checkpoint
         self._drawn = sampling  # sampling parameters of the current step
@@ -423,8 +425,8 @@ class Sampler:
         self.engine.submit(left)
 
     def _keep(self, finished: Sequence[Completion]) -> None:
-        """Stores responses that ended, and submits them to scorers during generation; with a lag,
-        only complete groups, because others may move to another replica.
+        """Stores responses that ended, and submits them to scorers while generation continues. With
+        a lag, only complete groups are submitted, because others may move to another replica.
         """
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
@@ -457,8 +459,8 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Generates, during a block, for groups in flight and new prompts, if the schedule allows.
-        Collective. `waits` is active while this rank waits for a pause after the block.
+        """Generates during a `with` block, for groups in flight and new prompts, if the schedule
+        allows. Collective. `waits` is active while this rank waits for a pause after the block.
         """
         if not self.schedule.generates_ahead:
             yield
@@ -507,8 +509,8 @@ class Sampler:
 
     def _must_end_ahead(self) -> bool:
         """Whether to end generation during training immediately: if its samples will not be used,
-        or after a signal once training is done. Before, it continues, so that the resumed run has
-        the samples of an uninterrupted one.
+        or if there was a signal and training is done. Until training is done, generation continues,
+        so that a resumed run has the same samples as an uninterrupted one.
         """
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
@@ -552,9 +554,10 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores the last `generate`; returns all replicas' samples by number on all ranks. Tokens
-        stay on the rank that scored them. Raises UserError or PeerError on all ranks if a reward
-        failed on any, or no response has a score.
+        """Scores the samples of the last `generate`. Returns, on all ranks, the samples of all
+        replicas in order of their numbers. Tokens stay on the rank that scored them. Raises
+        UserError or PeerError on all ranks if a reward failed on any rank or no response has a
+        score.
         """
         if (scored := self.score_or_none(local)) is None:
             raise self.scorer.nothing_left()
@@ -606,8 +609,8 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step, identical on all ranks.
 
-        `generate/tokens` is the number of all tokens with observations. Scorers' counts and those
-        of episodes follow; with a lag, `lag/*`. See `EngineTimes.metrics` for others.
+        `generate/tokens` is the number of all tokens including observations. Other metrics are the
+        counts of scorers and episodes, those of `EngineTimes.metrics` and, with a lag, `lag/*`.
         """
         return {
             **self._times.metrics(),
@@ -633,7 +636,7 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Lets only `scorer` score samples within a block, no environment or reward model."""
+        """In a `with` block, only `scorer` scores samples, no environment or reward model."""
         kept = self.scorer, self.reward_models, self.episodes
         self.scorer, self.reward_models, self.episodes = scorer, (), None
         try:

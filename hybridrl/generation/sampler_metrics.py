@@ -12,7 +12,7 @@ from hybridrl.parallel.layout import RolloutLayout
 
 
 class Clock(NamedTuple):
-    """Seconds since the last report, in all (0 in the first), at work and waiting."""
+    """Seconds since the last report: of work, of waiting, and in all (0 in the first report)."""
 
     busy_s: float
     waited_s: float = 0.0
@@ -20,7 +20,7 @@ class Clock(NamedTuple):
 
 
 class EngineTimes:
-    """Seconds for which this rank's engine worked (`busy_s`) and the rank waited (`waited_s`)."""
+    """Measures how long this rank's engine works (`busy_s`) and the rank waits (`waited_s`)."""
 
     def __init__(self, layout: RolloutLayout, generates_ahead: bool) -> None:
         self._layout, self._generates_ahead = layout, generates_ahead
@@ -92,9 +92,10 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
 
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
-    """Returns metrics of token ages: steps from sampling weights to the weights in training.
-    `lag/mean` and `lag/max` are over all tokens; `lag/token_share/N` is the share of N steps;
-    `lag/mixed_share` that of samples of several versions; `lag/dropped` counts discarded samples.
+    """Returns metrics of token ages: steps between the weights that sampled a token and those that
+    train on it. `lag/mean` and `lag/max` are over all tokens; `lag/token_share/N` is the share of
+    tokens with age N; `lag/mixed_share` is the share of samples with several versions;
+    `lag/dropped` counts discarded samples.
     """
     runs = [run for group in taken for sample in group.runs for run in sample]
     tokens = sum(count for _, count in runs)

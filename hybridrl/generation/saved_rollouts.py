@@ -1,6 +1,7 @@
 """Converts a step's finished and unfinished responses for a checkpoint, and finds them again. A
 response is continued only with the prompt and sampling parameters with which it started; otherwise
-it is generated again. A script, or a new attempt at a failed step, may pass others.
+it is generated again. A script, or a new attempt at a failed step, may pass other prompts or
+parameters.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made_otherwise(state: Mapping[str, Any], exact_with: str | None) -> bool:
-    """Whether saved samples may not have the log-probabilities that `exact_with` computes."""
+    """Whether saved samples may have other log-probabilities than `exact_with` would compute."""
     has_samples = any(state.get(name) for name in SAMPLES)
     return exact_with is not None and has_samples and state.get("exact_with") != exact_with
 
@@ -100,8 +101,9 @@ def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether `sampling` could have produced a finished response: its parameters `began` (None if
-    unknown) are equal, or differ only in a length limit that it did not reach in either.
+    """Whether `sampling` could have produced a finished response: the parameters `began` with which
+    it was sampled (None if unknown) are equal, or differ only in a length limit and the response
+    reached neither limit.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False

@@ -63,8 +63,8 @@ class Group:
 class Schedule:
     """Limits on what a run generates and when."""
 
-    max_lag: int  # most steps from a token's weights to those trained on it; 0 for none
-    per_step: int  # groups that a step trains on, and in flight while it generates
+    max_lag: int  # maximum age of a token in steps; 0 for no lag
+    per_step: int  # groups that a step trains on; next: groups in flight
     in_flight: int
     at_bound: AtBound = "finish"  # wait for groups of the maximum age ("finish"), or drop them
     ahead_until: int | None = None  # unfinished samples at which engines pause in training, if any
@@ -86,8 +86,8 @@ class Schedule:
 
     def num_new(self, num_held: int, is_ahead: bool = False, room: int | None = None) -> int:
         """Returns the number of groups to begin now, with `num_held` in flight. With `is_ahead`,
-        the step has its samples, so new groups are for later steps. Otherwise it still takes
-        `room`, by default `per_step`.
+        the step already has its samples, so new groups are for later steps. Otherwise, the step
+        will still take `room` groups, by default `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
         most = self.per_step * self.max_lag + now
@@ -153,7 +153,9 @@ SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns the tokens that a response needs: at least half of those up to the limit."""
+    """Returns the expected number of further tokens: half of the possible ones if it
+    is exceeded.
+    """
     return expected - have if expected > have else max(longest - have, 0) / 2
 
 

@@ -24,8 +24,8 @@ SHARE_OF_NEWEST = 0.5
 
 
 class ResponseLengths:
-    """Predicts response lengths by an exponential average over a prompt's earlier responses. Its
-    tokens identify a prompt, so training and evaluation share predictions.
+    """Predicts response lengths by an exponential average over a prompt's earlier responses. A
+    prompt is identified by its tokens, so training and evaluation share predictions.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ResponseLengths:
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of a response to each prompt, the mean for new ones."""
+        """Returns the expected tokens per response to each prompt; new prompts get the mean."""
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
         return [self._means.get(_key(prompt), unknown) for prompt in prompts]

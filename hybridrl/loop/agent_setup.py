@@ -138,6 +138,6 @@ def _settings(
 
 
 def max_stop_tokens(rollout: RolloutConfig, ends: tuple[int, ...]) -> int | None:
-    """Returns how many stop tokens a client may add to `ends`; None means any number."""
+    """Returns how many stop tokens a client may add to `ends`; None for any number."""
     most = ENGINES[rollout.engine].max_stop_tokens
     return None if most is None or not rollout.min_new_tokens else max(0, most - len(ends))

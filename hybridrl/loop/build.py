@@ -198,7 +198,7 @@ class Run:
         self.times.over("plan of the weights")
 
     def close(self) -> None:
-        """Finishes a checkpoint in progress, closes all components, leaves the process group."""
+        """Finishes a checkpoint in progress, closes all components and leaves the process group."""
         self.checkpoints.store.complete_at_end()
         self.journal.close()
         self.lock.release()

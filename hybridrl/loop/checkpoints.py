@@ -74,7 +74,7 @@ class Checkpoints(Observer):
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
-        """Writes a checkpoint of a state from an in-memory copy that is newer than all others."""
+        """Writes a checkpoint if the state came from a copy in memory, newer than all others."""
         if self.store.copy_in_memory is not None:
             self.save()
 
@@ -113,7 +113,7 @@ class Checkpoints(Observer):
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
         """Completes the checkpoint in progress and saves the run, with the unfinished step's
-        responses, if a signal arrives in a block. Saves nothing if nothing changed.
+        responses, if a signal arrives in a `with` block. Saves nothing if nothing changed.
         """
 
         def save(stop: StopAsked) -> None:
@@ -161,7 +161,7 @@ class Checkpoints(Observer):
 
     def save_hf(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
         was_rollout, roles = self._phases.is_rollout, self._roles
-        self._phases.enter_training(frees_memory=True)  # reloads released weights
+        self._phases.enter_training(frees_memory=True)  # restores released weights
         model = roles.trained.get("policy") or next(iter(roles.trained.values()))
         name = f"step_{self._position.step}"
         card = model_card(self._config, model, name, self._evaluations.by_step)

@@ -1,4 +1,4 @@
-"""`hybridrl convert`: HF directories to Megatron checkpoints and back, adapters to PEFT."""
+"""Converts HF directories to Megatron checkpoints and back, and adapters to PEFT directories."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def convert_rank(
 
 
 def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
-    """Returns the mesh, whose ep is the largest common divisor of `tp` and the experts."""
+    """Returns the mesh; ep is the greatest common divisor of `tp` and the number of experts."""
     ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
     mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))
     world.platform.seed(0)

@@ -64,9 +64,9 @@ class Copies:
         return found
 
     def start(self, step: int, last: int) -> None:
-        """Starts making copies after a `step` of a run up to `last`; collective. Reserves memory in
-        the background during the first steps, for copies and then for checkpoints written during
-        training.
+        """Starts making copies of a run that has finished `step` and ends with `last`; collective.
+        Reserves memory in the background during the first steps, for copies and then for
+        checkpoints that are written during training.
         """
         has_room = True
         if self._copies is not None:
@@ -127,7 +127,7 @@ class Copies:
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - start + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
-        if self._is_first:  # The first copy may have waited for memory, so time the next copy.
+        if self._is_first:  # it may have waited for memory, so the next is timed
             self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._is_reported and self._copies.busy_s:
@@ -138,7 +138,7 @@ class Copies:
             )
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Marks the last copy as valid, with its evaluations, as its step has been recorded."""
+        """Marks the last copy as valid, with its evaluations, once its step has been recorded."""
         if self._copies is not None and self._is_on:
             self._copies.seal(evaluations)
 
@@ -150,5 +150,5 @@ class Copies:
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns the fewest steps between events of `cost_s` that take at most `share` of time."""
+    """Returns the fewest steps between events of `cost_s` such that these take at most `share`."""
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

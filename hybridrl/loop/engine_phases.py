@@ -35,7 +35,7 @@ class EngineDiffersError(RuntimeError):
 
 
 class EnginePhases:
-    """Switches between training and rollout. `is_checked` once the engine has been compared."""
+    """Switches between training and rollout. `is_checked`: whether the engine was compared."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def _compare(
     completions: Sequence[Sequence[Completion]],
     config: Config,
 ) -> float:
-    """Returns the largest mean absolute difference of a replica, in the training phase;
+    """Returns the largest mean absolute difference of any replica, in the training phase;
     EngineDiffersError if it exceeds the bound for the model's dtype, or for an FP8 engine.
     """
     bound = bounds_of(policy.model.source.dtype, config).refuse

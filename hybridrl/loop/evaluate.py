@@ -53,7 +53,7 @@ class Evaluation:
     accuracy: float | None  # mean score, from 0 to 1, of the scorer that defines it
     scores: Mapping[str, float]
     num_prompts: int
-    num_scored: int  # number of responses with a score, less those that `reward.on_error` drops
+    num_scored: int  # number of responses with a score that `reward.on_error` does not drop
     note: str = ""  # reason why there is no accuracy
     samples_per_prompt: int = 1
     accuracy_stderr: float | None = None  # standard error of the accuracy over prompts
@@ -127,7 +127,7 @@ class Evaluations:
         self._steps, self._section, self._own, self._sets = steps, section, own, sets
 
     def are_due(self, step: int, last: int) -> bool:
-        """Whether an evaluation is due, is the first, or was prevented by a signal."""
+        """Whether an evaluation after this step is missing: it is due, or would be the first."""
         if not self.have_prompts or str(step) in self._generated_steps():
             return False
         is_first = not self._generated_steps() or step == 0
@@ -254,7 +254,7 @@ def evaluate(
 
 
 def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Answers | None:
-    """Returns the answers in all responses, if the accuracy's scorer extracts any. Collective."""
+    """Returns all responses' answers if the accuracy's scorer extracts answers. Collective."""
     name = accuracy_part(scored, config)
     parts = {part.name: part.function for part in sampler.scorer.parts}
     answer = traits_of(parts[name]).answer if name in parts else None

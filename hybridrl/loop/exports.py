@@ -59,11 +59,11 @@ def export_model(
     Args:
         side_files: Folder whose tokenizer and generation files are copied.
         card: Text for README.md.
-        moved: HF directory that replaces the path of `ModelSource.passed_over`.
+        moved: New path of the HF directory `ModelSource.passed_over`, if it was moved.
 
     Raises:
-        UserError: A rank cannot write, or the tensors that training passed over are not found;
-            raised on all ranks.
+        UserError: A rank cannot write, or tensors that training did not load are not found; raised
+            on all ranks.
     """
     source, world = model.source, model.world
     shapes = hf_shapes(base_of(source.family), model.shape, model.head)
@@ -98,8 +98,9 @@ def export_model(
 def export_peft(
     model: ParallelModel, directory: Path, side_files: Path | None, card: str | None = None
 ) -> None:
-    """Writes a model's LoRA adapters, all that is trained (`peft_rule`), for PEFT; collective. See
-    `export_model` for the arguments. Raises UserError on all ranks if rank 0 cannot write.
+    """Writes a model's LoRA adapters for PEFT. Nothing else may be trained (`peft_rule`).
+    Collective. See `export_model` for the arguments. Raises UserError on all ranks if rank 0 cannot
+    write.
     """
     source, world = model.source, model.world
     assert model.lora is not None and model.base is not None
@@ -124,9 +125,10 @@ def merging_note(model: ParallelModel) -> str | None:
 def peft_notice(family: Family, shape: ModelShape) -> str | None:
     """Returns a sentence about adapters in a PEFT directory that PEFT does not load, if any.
 
-    PEFT (0.21, with transformers 5) takes every target with the name of an expert's projection for
-    the stacked experts, so it creates no adapters on dense and shared layers of these names. It
-    does not do so with the families in `UNSTACKED_BY_PEFT`, but ignores the experts' adapters.
+    PEFT (0.21, with transformers 5) mistakes every target that has the name of an expert's
+    projection for the stacked experts, so it creates no adapters on dense and shared layers with
+    such names. With the families in `UNSTACKED_BY_PEFT`, it loads those adapters, but ignores the
+    experts' adapters.
     """
     if family.name in UNSTACKED_BY_PEFT:
         if family.lora is None or EXPERTS not in family.lora.targets:

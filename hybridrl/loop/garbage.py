@@ -2,9 +2,9 @@
 
 A full collection visits every object. With vLLM there are more than half a million, so a collection
 stops a rank for half a second while other ranks wait. Almost all long-lived objects exist after the
-first step, so all objects are frozen then (`gc.freeze`), later than vLLM 0.26 does. Frozen objects
-in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The next Trainer
-then collects the cycles that it left, because they may hold device memory.
+first step, so all objects are frozen at that time (`gc.freeze`); vLLM 0.26 freezes them earlier.
+Frozen objects in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The
+next Trainer then collects the cycles that the closed one left, because they may hold device memory.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class StepWarning(Protocol):
 
 
 class Journal(Observer):
-    """Writes the records of a run. `unseen_bytes` returns what torch's allocator misses on this
-    rank's device, minus what it counts for tensors without memory.
+    """Writes the records of a run. `unseen_bytes` returns the bytes on this rank's device that
+    torch's allocator does not count, minus those that it counts for tensors whose memory was
+    released.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -318,7 +319,7 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns the first and last results that both have, as `NAME_before` and `NAME_after`."""
+    """Returns the results of the first and last evaluation as `NAME_before` and `NAME_after`."""
     found: dict[str, float] = {}
     for is_validation in (False, True):
         steps = [
@@ -339,7 +340,7 @@ def before_and_after(evaluations: Evaluations) -> dict[str, float]:
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns results before and after training by label, the reward only if it is different."""
+    """Returns results before and after training by label; no reward that equals another result."""
     endings = ("_before", "_after")
     names = dict.fromkeys(
         key.removesuffix(ending) for ending in endings for key in summary if key.endswith(ending)

@@ -28,7 +28,7 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger: a number of bytes, and the phases in which they are on the device."""
+    """A line of the ledger: a number of bytes, and the phases in which they are on the device."""
 
     name: str
     num_bytes: int
@@ -37,7 +37,7 @@ class Entry:
 
 
 class MemoryLedger:
-    """Tracks the parts that have been built on this rank's device so far; None before that."""
+    """Tracks the parts of the run on this rank's device; parts not built yet are absent or None."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -69,7 +69,7 @@ def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
     """Returns an entry for each part, including memory that will be allocated later. With
-    `keeps_memory`, switches of phases free none (`HybridEngine.keeps_memory`).
+    `keeps_memory`, switches of phases free no memory (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():

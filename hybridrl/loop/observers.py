@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step: all samples, those that it trained on, and metrics, to extend."""
+    """A finished step: its samples, those used in training, and metrics that may be extended."""
 
     number: int
     scored: ScoredBatch

@@ -16,7 +16,7 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts steps and seconds, and records the data consumed. `has_begun` prevents loading."""
+    """Counts steps and seconds, and records the consumed data. `has_begun` prevents loading."""
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
         self._prompts, self._mix = prompts, mix

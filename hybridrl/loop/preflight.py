@@ -67,7 +67,7 @@ def model_violations(
     content of config.json ({} if it is unusable), and all violations.
 
     Args:
-        has_teacher: Whether to check the teacher, which only training uses, if there is one.
+        has_teacher: Whether to check the teacher, if there is one; only training uses a teacher.
         default_dtype: Dtype of model.dtype=auto; bfloat16 on GPUs.
         machines: GPUs and nodes on which the ranks run; None if unknown.
     """
@@ -141,7 +141,7 @@ def validate_training(
 
 
 def check_exports(folder: Path) -> None:
-    """Raises UserError if exports could not be written, or would replace others' exports."""
+    """Raises UserError if exports could not be written, or would replace another run's exports."""
     exports, remedy = folder / EXPORTS, "Move it away, or choose another run.name."
     if os.path.lexists(exports) and not exports.is_dir():
         raise UserError(str(exports), "a file", "a folder, or no such path", remedy)
@@ -154,8 +154,9 @@ def check_exports(folder: Path) -> None:
 def validate_evaluation(
     config: Config, world_size: int, prompts: Sequence[str] | None, checkpoint: Path | None
 ) -> None:
-    """Checks everything that `eval` needs. `prompts` replace `data.eval_prompts`, `checkpoint` the
-    run's newest. Raises ConfigError with every violation, or the first error in the checkpoint.
+    """Checks everything that `eval` needs. `prompts` replaces `data.eval_prompts`; `checkpoint`
+    replaces the run's newest checkpoint. Raises ConfigError with every violation, or the first
+    error in the checkpoint.
     """
     if prompts:
         config = config.with_eval_prompts(prompts)
@@ -182,7 +183,7 @@ def validate_evaluation(
 def validate_serving(config: Config, world_size: int, checkpoint: Path | None) -> None:
     """Checks everything that `serve` needs, as `validate_evaluation` does."""
     found = without_training(_common(config, world_size, has_teacher=False))
-    is_checked = config.agent.is_on  # among the other violations
+    is_checked = config.agent.is_on  # the package is checked with the other rules
     _raise_all(found if is_checked else [*check_package(), *found])
     if checkpoint is None:
         _check_run(config, trains=False)
@@ -228,7 +229,7 @@ def validate_conversion(
 def check_adapter_conversion(
     checkpoint: Checkpoint, state: SavedState, to: FileFormat, base: Path | None
 ) -> None:
-    """Checks that a checkpoint can be converted, with adapters and tensors passed over.
+    """Checks that a checkpoint with adapters, or with tensors that training did not load, converts.
 
     `base` replaces the path of the model from which training began. Raises UserError if the format
     cannot contain what was trained, or if that model is not found or differs.
@@ -297,8 +298,8 @@ def local_machines(
     section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
 ) -> Machines | None:
     """Returns the GPUs and nodes of the ranks on this host, or of `slots` on several hosts. None if
-    only the ranks, which then check the placement, can know them: other nodes' GPUs, or the order
-    in which CUDA numbers GPUs of different models.
+    only the ranks can know the GPUs, because these are on other nodes or of different models, which
+    CUDA numbers in an order of its choice. The ranks then check the placement.
     """
     if not named_roles(section):
         return Machines(world_size)
@@ -351,7 +352,7 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
 
 
 def _check_run(config: Config, reads_newest: bool = True, trains: bool = True) -> None:
-    """Raises an error for another run's folder, or damage to the checkpoint or tokenizer."""
+    """Raises an error if the folder is another run's, or the checkpoint or tokenizer is damaged."""
     check_run_folder(config, trains)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
     if newest is not None and reads_newest:
@@ -410,7 +411,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
 
 
 def _own_code(config: Config) -> Iterator[UserError]:
-    """Checks the user's code; looks up an algorithm without importing it, and so torch."""
+    """Checks the user's code. An algorithm is not imported, because that would import torch."""
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
     yield from check_agent(config.agent)

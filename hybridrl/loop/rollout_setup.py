@@ -56,8 +56,8 @@ def rollout_layout(
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Assigns ranks, by default all, to engine replicas and to parts of them. Experts, if the
-    engine accepts any placement, are placed to move the fewest bytes.
+    """Assigns ranks, by default all, to engine replicas and to parts of them. If the engine accepts
+    any placement of experts, they are placed so that the fewest bytes are sent.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(base_of(source.family), source.shape, rollout.tp, rollout.ep)
@@ -146,13 +146,13 @@ def share_memory(
 
 
 def is_mostly_frozen(source: WeightSource) -> bool:
-    """Whether most of this rank's weights are frozen, and so need more memory than gradients."""
+    """Whether most of this rank's weights are frozen, so that weights exceed gradients in size."""
     sizes = {name: math.prod(tensor.shape) for name, tensor in source.tensors.items()}
     return 2 * sum(sizes.get(name, 0) for name in source.frozen) > sum(sizes.values())
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
-    """Returns the bytes that torch's allocator misses, minus those of a sleeping engine."""
+    """Returns the bytes that torch does not count, minus those that a sleeping engine released."""
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
     return sum(memory.unseen_bytes for memory in memories) - released
@@ -251,7 +251,7 @@ def make_sampler(
 
 
 def _exact_with(config: Config, source: ModelSource) -> str | None:
-    """Returns what decides the bits of the sampler's log-probabilities, if they are old ones."""
+    """Names what decides the bits of sampled log-probabilities; None if old ones are computed."""
     if not config.old_is_sampled:
         return None
     processor = torch.backends.cpu.get_cpu_capability()
@@ -330,6 +330,6 @@ def make_episodes(
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
-        if observes_messages(config.environment):  # fail here, not at the first tool call
+        if observes_messages(config.environment):  # fail now rather than at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

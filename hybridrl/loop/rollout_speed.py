@@ -31,7 +31,7 @@ WARM_UP_TOKENS = 16
 def measure_rank(
     config: Config, num_rounds: int, started: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Runs one rank of `hybridrl bench rollout`, `started` at this `time.monotonic`.
+    """Runs one rank of `hybridrl bench rollout`. `started` is the start's `time.monotonic`.
 
     Returns, the same on all ranks: `tokens_per_s` (all replicas together, median over rounds),
     `rounds_s`, `num_tokens` (per round), `start_s` (seconds until the engine may generate),
@@ -84,7 +84,7 @@ def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
 
 
 def round_requests(trainer: Trainer, number: int, new_tokens: int) -> list[Request]:
-    """Returns this replica's requests for a round, whole groups in turn; [] without engine."""
+    """Returns this replica's requests for a round, in whole groups; [] without an engine."""
     config, layout = trainer.config, trainer.sampler.layout
     place = layout.assignment[trainer.world.rank]
     if place is None:

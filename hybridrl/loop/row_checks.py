@@ -23,8 +23,8 @@ from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
 class RowChecks:
     """Conditions that rows must meet so that responses to them can be scored.
 
-    `check` checks one row. None if `reward.on_error` scores bad rows, which then do not stop the
-    run, or if the rewards themselves are invalid.
+    `check` checks one row. It is None if `reward.on_error` makes bad rows harmless, or if the
+    rewards themselves are invalid.
     """
 
     columns: Sequence[str] = ()

@@ -139,7 +139,7 @@ def report_special_tokens(
     ends: Sequence[int],
     notify: Callable[[str], None],
 ) -> None:
-    """Reports prompts' first special tokens, and end tokens that differ from the tokenizer's."""
+    """Reports the special tokens that begin prompts, and end tokens other than the tokenizer's."""
     front = TextTokens(tokenizer).front
     if front and first.tokens[: len(front)] == front:
         begin = shown_tokens(tokenizer, front)
@@ -238,7 +238,7 @@ def load_validation(
     notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
     """Loads `data.validation`, with the responses that the algorithm learns from. If it is not set,
-    returns what `data.eval_share` holds out, if that has responses.
+    returns the rows that `data.eval_share` holds out, if they have responses.
     """
     data = config.data
     if data.validation:

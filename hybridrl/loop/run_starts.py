@@ -1,8 +1,8 @@
 """Records a run's starts for its report: times, ranks, machine, git commit, first step.
 
-`run.json` in the run folder is `{"starts": [...]}`, oldest first, by rank 0. A start without `exit`
-is still running or was killed. A thread looks up the commit, because git takes seconds on some file
-systems.
+Rank 0 writes `run.json` in the run folder: `{"starts": [...]}`, oldest first. A start without
+`exit` is still running or was killed. A thread looks up the commit, because git takes seconds on
+some file systems.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
     """Returns the number of characters of each token, which add up to the length of the text.
 
     A token may contain only some bytes of a character, or its text may depend on neighbouring
-    tokens. It then has 0, or its neighbours' characters, until the next token that is found in the
-    text. `pieces` are the tokens decoded alone; "" for one that the text omits.
+    tokens. Such tokens have 0 characters, or those of their neighbours, up to the next token that
+    is found in the text. `pieces` are the tokens decoded alone; "" for a token that the text omits.
     """
     counts: list[int] = []
     at = num_lost = 0
@@ -163,14 +163,14 @@ def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
 
 FOLDER = "images"  # in rollouts/
 MAX_SIDE = 384  # pixels of a copy, which has about 10 to 40 kB
-QUALITY = 80  # of JPEG
+QUALITY = 80  # JPEG quality
 NUM_THREADS = 4  # Pillow releases Python's lock; more would need more memory for large images
 NAME_LENGTH = 32  # characters of the image's key
 
 
 class SamplePictures:
-    """Writes copies of images once each, in other threads, to the run's folder `rollouts`. At its
-    end, waits for all copies and raises the first error of writing one.
+    """Writes a copy of each image once, in other threads, to the run's folder `rollouts`. At exit,
+    waits for all copies and raises the first error.
     """
 
     def __init__(self, directory: Path) -> None:

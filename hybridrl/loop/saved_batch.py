@@ -60,11 +60,11 @@ class SavedBatch:
     """A mini-batch, from all ranks, whose optimizer step was skipped."""
 
     batch: TrainBatch
-    step: int  # number of the training step, from 1, and of its optimizer step, from 0
+    step: int  # number of the training step, from 1; `update`: of its optimizer step, from 0
     update: int
     reason: str
     config: str  # configuration of the run as YAML
-    rng: Sequence[Mapping[str, torch.Tensor]]  # of each rank, before the passes
+    rng: Sequence[Mapping[str, torch.Tensor]]  # random states of each rank, before the passes
     # Mini-batches for the additional terms of the policy's loss.
     terms: Mapping[str, TrainBatch] = field(default_factory=dict)
 

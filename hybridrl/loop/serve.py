@@ -35,7 +35,7 @@ MAX_KEPT = 2000  # turns of the session that later requests can continue
 
 @dataclass(frozen=True)
 class Address:
-    """Where the endpoint listens: port 0 for any free port, and further names of this host."""
+    """Address of the endpoint. Port 0 is any free port; `names` are further names of this host."""
 
     host: str
     port: int
@@ -53,8 +53,8 @@ def serve_rank(
 
     Args:
         config: Configuration. Its layout may differ from that of the checkpoint's run.
-        checkpoint: Checkpoint folder; by default the run's newest, or the initial weights without
-            one.
+        checkpoint: Checkpoint folder; None for the run's newest, or for the initial weights if it
+            has none.
         tool_format: Name of the format of tool calls, or `auto`.
         announce: Function that receives `url`, `key`, `model`, `checkpoint` and `notes` when the
             endpoint listens; called on the rank that has it.

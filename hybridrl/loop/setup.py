@@ -38,7 +38,7 @@ PLANNER = "hybridrl.services.planner.choose"
 
 
 class LayoutChooser(Protocol):
-    """Chooses configuration values for a layout, by dotted key; `gpus_per_node` may be unknown."""
+    """Function that chooses a layout, as configuration values by dotted key."""
 
     def __call__(
         self, config: Config, world_size: int, host: Host, gpus_per_node: int | None
@@ -73,8 +73,8 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
 
 
 def check_rules(config: Config, machines: Machines, trains: bool) -> None:
-    """Checks the whole configuration, given the world size and the model's shape; without `trains`,
-    neither the teacher nor knobs for training. Raises ConfigError with every violated rule.
+    """Checks the whole configuration, given the machines and the model's shape; without `trains`,
+    skips the teacher and knobs for training. Raises ConfigError with every violated rule.
     """
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None

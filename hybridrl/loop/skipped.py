@@ -1,4 +1,4 @@
-"""Counts, reports and saves optimizer steps that are skipped for a loss or gradient. Collective.
+"""Counts, reports and saves optimizer steps that are skipped for non-finite values. Collective.
 
 Every rank already knows that the step is skipped. The ranks then exchange which values were not
 finite, and whether rank 0 could save the batch. Invariant: the folder contains the newest
@@ -42,9 +42,8 @@ class SkippedSteps:
         random_states: Mapping[str, torch.Tensor],
     ) -> None:
         """Counts, reports and saves a skipped optimizer step; collective. See `SavedBatch` for the
-        arguments. `random_states` are those before the passes. Raises UserError after
-        `train.max_skipped_steps` in a row, which names the learning rate if the weights have
-        exploded.
+        arguments. `random_states` are those before the passes. After `train.max_skipped_steps` in a
+        row, raises UserError, which names the learning rate if the weights have exploded.
         """
         self.in_a_row += 1
         reason = first_cause(self._world, found)

@@ -27,7 +27,7 @@ from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
-MARKS = 8  # CLOCK events per part; the shortest is used, as it did not wait for a CPU core
+MARKS = 8  # CLOCK events per part; the shortest, which did not wait for a core, is used
 UNPROFILED = ("generate",)
 PIDS = 100  # process numbers per rank in the trace: for its phases, host and devices
 
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for steps from 1; `now` is the clock, in seconds, of the phases."""
+    """Writes `step_N.json.gz`; steps count from 1. `now` is the phases' clock, in seconds."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Profiles the block if `step` is one of the steps to trace."""
+        """Profiles a `with` block if `step` is one of the steps to trace."""
         if step not in self._steps:
             yield
             return
@@ -167,7 +167,7 @@ class StepTraces:
 
 
 class _Parts:
-    """Profiles a step between UNPROFILED phases; each part has the time of a CLOCK event."""
+    """Profiles a step except UNPROFILED phases, in parts, each with the time of a CLOCK event."""
 
     def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
         self.done: list[tuple[profile, int, float]] = []

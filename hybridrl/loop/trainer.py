@@ -116,10 +116,10 @@ class Trainer:
     ) -> dict[str, float]:
         """Trains for `num_steps` more steps, or up to step `until`, by default `steps.num_steps`.
 
-        A new trainer resumes from a checkpoint in its run folder if there is one, the newest or the
-        newest intact one before it (`resume`); `num_steps` then counts from the step of this
-        checkpoint. A trainer that has already loaded a checkpoint or taken a step continues from
-        its current state.
+        A new trainer resumes from a checkpoint in its run folder if there is one: from the newest,
+        or with `resume="previous"` from the newest intact one before it. `num_steps` then counts
+        from the step of this checkpoint. A trainer that has already loaded a checkpoint or taken a
+        step continues from its current state.
 
         Returns:
             `seconds`, including earlier starts of the run. If there are evaluation prompts,
@@ -172,7 +172,7 @@ class Trainer:
         self.checkpoints.start_clock()
         if (found := self._measure(last)) and self.step:
             self.journal.log(self.step, found)
-            self.save_checkpoint()  # or every start would evaluate again
+            self.save_checkpoint()  # otherwise every start would evaluate again
         while self.step < last and not self.evaluations.reach_goal(self.step):
             with ExitStack() as stack:
                 for observer in self.observers:

@@ -1,4 +1,4 @@
-"""Arguments of a Trainer that replace sections of the configuration, and errors for others."""
+"""Arguments of a Trainer that replace sections of the configuration; errors for unknown ones."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether a start must measure before its first step: a new run, or one after a signal."""
+        """Whether to measure before the first step: in a new run, or if a signal prevented it."""
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
         return self._is_due(step, last) and (step == 0 or has_begun)
@@ -125,7 +125,9 @@ class Validation(Observer):
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns the log-likelihood of (good) responses in nats, and their number of tokens."""
+    """Returns log-likelihood, in nats, and number of tokens of responses; with
+    feedback, good ones.
+    """
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:
         good_B = batch.reward_B > 0

@@ -1,4 +1,4 @@
-"""Reports the packages of a run whose versions were not tested, but are not refused."""
+"""Reports packages of a run whose versions are neither tested nor refused."""
 
 from __future__ import annotations
 

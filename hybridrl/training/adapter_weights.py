@@ -106,8 +106,8 @@ class MergedTensor:
     def compute(self, box: Box) -> Tensor:
         """Returns a rectangle of the merged weight.
 
-        The products are added one rank at a time, in fp32, so that an element has the same bits in
-        every rectangle.
+        The products are added one LoRA rank at a time, in fp32, so that an element has the same
+        bits in every rectangle.
         """
         (first, last), (left, right) = box
         found = box_view(self.weight, box).to(torch.float32, copy=True)
@@ -129,7 +129,7 @@ class MergedTensor:
         return wide
 
     def rounding(self) -> tuple[float, float]:
-        """Returns the squared norms of what rounding takes from s B A, and of s B A."""
+        """Returns the squared norms of the rounding error of s B A, and of s B A."""
         lost = total = 0.0
         num_rows, num_columns = self.weight.shape
         step = max(MAX_ROUNDED // num_columns, 1)

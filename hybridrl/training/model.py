@@ -108,7 +108,7 @@ class ModelSource:
         longest: Length of the longest sequence in tokens, needed if rotary positions depend on it
             (by_length.py).
         base: Reference to the model without adapters; None if it has none.
-        passed_over: Reference to the HF directory with tensors that training passes over; None if
+        passed_over: Reference to the HF directory with tensors that training does not load; None if
             there are none, or if the model is not exported.
         trains_mtp: Whether the layer for multi-token prediction is part of the model.
     """
@@ -148,7 +148,7 @@ class ModelSource:
 
     @property
     def shape(self) -> ModelShape:
-        """Dimensions of the model, as engines have it."""
+        """Dimensions of the model, as engines hold it."""
         return self.family.shape(self.hf_config)
 
 
@@ -350,15 +350,15 @@ class ParallelModel:
         return {name: one for name, one in self.weights().items() if is_adapter(name)}
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Computes with the frozen weights alone in this context: the model before training."""
+        """Returns a context manager, in which the model computes without its adapters."""
         return adapters_off(self._chunks)
 
     def base_weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters without its adapters, as `weights`."""
+        """Returns this rank's parameters without its adapters; like `weights` otherwise."""
         return {name: one for name, one in self.weights().items() if not is_adapter(name)}
 
     def own_weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters without adapters and `borrowed` ones, as `weights`."""
+        """Like `weights`, but without adapters and without the `borrowed` parameters."""
         found = self.base_weights().items()
         return {name: one for name, one in found if name not in self.borrowed}
 

@@ -1,4 +1,4 @@
-"""Says which parameters are matrices that Muon updates (muon.py); others are AdamW's. No torch."""
+"""Finds the matrices that Muon updates (muon.py); AdamW updates all other parameters. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from hybridrl.models.boxes import Box, sizes, volume
 from hybridrl.models.weights import RankLayout, Region
 
-NUM_ITERATIONS = 5  # of Newton and Schulz (muon.py)
-# Parts of names, local and of HF, of parameters that AdamW updates, although they are matrices.
+NUM_ITERATIONS = 5  # of the Newton-Schulz iteration (muon.py)
+# Parts of the names (local or HF) of matrices that AdamW updates nevertheless.
 _BY_ADAMW = ("embed", "output_layer.", "lm_head", "score.weight")
 
 Slices = tuple[slice, slice]
@@ -22,8 +22,8 @@ class Matrix:
 
     Args:
         shape: Rows and columns.
-        places: For each tensor-parallel rank, the pairs of slices of its local tensor and of the
-            matrix that have the same elements. Only for this rank, if it has the whole matrix.
+        places: For each tensor-parallel rank, pairs of slices of its local tensor and of the matrix
+            that have the same elements. If this rank has the whole matrix, only its own pairs.
     """
 
     shape: tuple[int, int]

@@ -139,8 +139,8 @@ def number_as_in_groups(optimizer: Any) -> None:
     """Corrects the numbers by which a distributed optimizer finds the states of its parameters.
 
     In a 16-bit model, the optimizer's groups list fp32 parameters first, but Megatron (0.16.1,
-    `_build_optimizer_group_ranges`) numbers parameters in the order of the gradient buffers. It
-    would save and load the states of other parameters.
+    `_build_optimizer_group_ranges`) numbers parameters in the order of the gradient buffers.
+    Megatron would therefore save and load the states of the wrong parameters.
     """
     for index, group in enumerate(optimizer.opt_group_ranges):
         if len({parameter.dtype for parameter in group["params"]}) < 2:
@@ -199,7 +199,7 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def _squared_norm(part: Any) -> float:
-    """Returns the squared norm of gradients in fp32, also if their types differ. Collective."""
+    """Returns the squared norm of gradients in fp32, even if their types differ. Collective."""
     if hasattr(part, "get_grads_for_grad_norm"):  # its name in megatron-core 0.19
         gradients = part.get_grads_for_grad_norm()
     else:

@@ -42,7 +42,7 @@ class PeerWeights:
     def move(self, wrapped: Sequence[Any]) -> None:
         """Moves the weights inside Megatron's data-parallel wrappers into peer memory; collective.
 
-        Raises OSError or RuntimeError without memory for a second copy, or if it cannot be shared.
+        Raises OSError or RuntimeError if memory for a second copy is missing or cannot be shared.
         """
         buffers = flat_buffers(wrapped)
         parameters = named_parameters(wrapped)

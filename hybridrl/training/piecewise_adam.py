@@ -5,10 +5,10 @@ plus a 16-bit remainder (checkpoint/fp32_remainders.py), so masters lose nothing
 the device or in page-locked host memory. In host memory, pieces pass through the device while
 others are updated (staging.py), so that the device holds the state of at most NUM_SLOTS pieces.
 
-Megatron's distributed optimizer holds this optimizer in place of its own Adam and gives it the
+Megatron's distributed optimizer holds this optimizer in place of Megatron's Adam and gives it the
 shards of the bf16 weights, with their gradients in `decoupled_grad`. Invariant: an element's new
 value does not depend on the pieces or on where the state is, because every operation rounds each
-element by itself, and no two operations are fused.
+element separately, and no two operations are fused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Parameters of one group, in the order of their states, `begin` to `end`."""
+    """Segments of parameters of one group, whose states are stored from `begin` to `end`."""
 
     group: int
     dtype: torch.dtype
@@ -255,7 +255,7 @@ def _gather(place: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[dict[Tensor, int], int]:
-    """Returns where parameters' states begin, together by group and type, and their total size."""
+    """Returns where each parameter's state begins, sorted by group and type, and the total size."""
     begins: dict[Tensor, int] = {}
     end = 0
     for group in param_groups:

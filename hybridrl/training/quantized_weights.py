@@ -1,8 +1,8 @@
 """Weight source of engines that hold weights in block-wise FP8.
 
-Each rank quantizes the slices that it sends, so that 8-bit weights and scales travel. Scales are
-computed by `refresh` and are in memory. Weights are quantized while messages are packed; the whole
-quantized tensor never exists on the trainer's side.
+Each rank quantizes the slices that it sends, so that only 8-bit weights and scales are sent.
+`refresh` computes the scales and keeps them in memory. Weights are quantized while messages are
+packed; the whole quantized tensor never exists on the trainer's side.
 """
 
 from __future__ import annotations

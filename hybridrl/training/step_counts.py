@@ -1,4 +1,4 @@
-"""What hybridrl's optimizers, which take the place of Megatron's Adam, share: groups and counts."""
+"""Parameter groups and step counts of the optimizers that take the place of Megatron's Adam."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCounts:
                 group["step"] = group.get("step", 0) + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the groups and the step count as torch optimizers do, without other states."""
+        """Returns the groups and the step count, without other states, as torch optimizers do."""
         groups = [
             {**group, "params": list(range(len(group["params"])))} for group in self.param_groups
         ]

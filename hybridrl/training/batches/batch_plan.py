@@ -150,7 +150,7 @@ class BatchPlanner:
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
         """Returns how many leading tokens of each sample are computed as part of another sample.
 
-        They differ between updates and lookups of log-probabilities (`is_lookup`).
+        The numbers differ between updates and lookups of log-probabilities (`is_lookup`).
         """
         if not self.shares_prompts:
             return [0] * len(batch.lengths_B)
@@ -249,7 +249,7 @@ class BatchPlanner:
     def _schedule(
         self, batch: TrainBatch, branches: Branches | None, num_parts: int, is_lookup: bool = False
     ) -> Schedule:
-        """Returns all ranks' micro-batches; each, except in a lookup, is of one mini-batch."""
+        """Returns all ranks' micro-batches. Except in a lookup, none spans two mini-batches."""
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
         prompt_lengths = None
         if self.shares_prompts and branches is None:

@@ -1,9 +1,10 @@
-"""Says which positions of agents' sequences are computed as part of other sequences. No torch.
+"""Finds the positions of agents' sequences that are computed as part of other sequences. No torch.
 
-The sequences of an episode often begin alike: branches of a conversation, and a conversation before
-and after its context was compacted. The episodes of a group begin with the same prompt. A sequence
-that continues another sequence reads the keys of that sequence's first positions instead of
-computing them again. Each position that is trained is stored by the sequence that trains it.
+The sequences of an episode often begin with the same tokens: branches of a conversation, or a
+conversation before and after its context was compacted. The episodes of a group begin with the same
+prompt. A sequence that continues another sequence reads the keys of that sequence's first positions
+instead of computing them again. Each position that is trained is stored by the sequence that trains
+it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Branches:
     ) -> Branches:
         """Returns the branches of a batch from its columns.
 
-        If a sequence has less in common with the sequences of its own sample, it continues the
+        If a sequence has less in common with the sequences of the same sample, it continues the
         first sequence of its group that has the same context, up to the context's last token, which
         predicts the first sampled token.
         """
@@ -107,7 +108,7 @@ class Branches:
         return self._nearest(row, rows)[1]
 
     def _nearest(self, row: int, others: Sequence[int]) -> tuple[int, int]:
-        """Returns the sequence that shares most, also through third sequences, and how much."""
+        """Returns which other sequence shares most, directly or through a third, and how much."""
         best, most = NONE, 0.0
         if self.parents[row] == NONE:
             return best, 0

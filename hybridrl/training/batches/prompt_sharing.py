@@ -69,7 +69,7 @@ U = TypeVar("U", Unit, BranchUnit)
 
 
 class _Divided(Protocol[U]):
-    """Samples that can be divided into units, as the classes that implement it say."""
+    """Samples that can be divided into units. The methods are documented where implemented."""
 
     def filled_units(self, most: int, most_key_rows: int) -> list[U]: ...
 
@@ -91,7 +91,7 @@ class ScheduleInputs:
         part_sizes: Number of samples in each of the consecutive mini-batches. Each mini-batch is
             scheduled separately, so that every rank has samples from each.
         pad_each: Each sequence of a micro-batch is padded to a multiple of this. A shared prompt is
-            a sequence of its own.
+            a separate sequence.
         branches: Branches of the batch; None if sequences share no branches. With branches,
             `prompt_lengths` is None.
     """
@@ -157,7 +157,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
 def shared_tokens(
     assignments: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
 ) -> list[int]:
-    """Returns how many leading tokens of each sample another one of its micro-batch stores."""
+    """Returns how many leading tokens of each sample another sample of its micro-batch stores."""
     found = [0] * len(groups)
     for micro in chain.from_iterable(assignments):
         for _, run in groupby(micro, key=groups.__getitem__):
@@ -204,9 +204,9 @@ def make_units(
 ) -> list[Unit]:
     """Groups samples of the same prompt into units.
 
-    A larger unit computes its prompt for more samples at once, but leaves fewer units to divide
-    among the ranks. Tries unit sizes from a part of the micro-batch up to a whole one, and takes
-    the size whose costliest rank is the cheapest.
+    A larger unit computes its prompt once for more samples, but leaves fewer units to divide among
+    the ranks. Tries unit sizes from a part of the micro-batch up to a whole one, and takes the size
+    whose costliest rank is the cheapest.
     """
     groups = [_Group.of(own, prompt_lengths[own[0]], lengths, pad_each) for own in _by_key(prompts)]
     return _best_units(groups, lengths, num_ranks, token_budget, attention_length, pad_each)
@@ -289,7 +289,7 @@ class _Group:
         return [*units, self._unit(members)]
 
     def even_units(self, most: int, most_key_rows: int) -> list[Unit]:
-        """Divides the samples into few similar units within both limits, as single samples are."""
+        """Divides the samples into few units of similar size within both limits."""
         by_length = sorted(self.samples, key=lambda sample: (-self.own[sample], sample))
         own = sum(self.own.values())
         key_rows = own + self.prefix * len(self.samples)
