@@ -526,7 +526,7 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns architectures, with causal LMs for classifiers, which exported reward models are."""
+    """Returns the architectures; classifiers (exported reward models) count as causal LMs."""
     return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 
 

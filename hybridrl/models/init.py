@@ -28,8 +28,8 @@ RESIDUAL_OUTPUTS = (
     ".out_proj.weight",
 )
 ZEROS = ("bias", ".sinks")  # suffixes of vectors that are zero at first; the others are norms
-# In gated delta nets, as in transformers: norms that multiply by their weight in all models, biases
-# of decays, and decays whose logarithm is that of a number from 0 to 16.
+# Parameters of gated delta nets, initialized as in transformers. Norms, which multiply by their
+# weight in all models, and biases of decays are 1. DECAY is the logarithm of a uniform number.
 ONES = (".linear_attn.norm.weight", ".linear_attn.dt_bias")
 DECAY, MIN_DECAY, MAX_DECAY = ".linear_attn.A_log", 0.01, 16.0
 

@@ -55,8 +55,8 @@ class ExtraInputs:
     def probe(
         self, tokens: tuple[int, ...], seed: int, max_tokens: int
     ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
-        """Returns the tokens and contents of a prompt with these inputs, by which engine and
-        trainer are compared; by default the given tokens.
+        """Returns tokens and contents of a prompt with these inputs, to compare engine and trainer;
+        by default the given tokens without contents.
 
         Args:
             max_tokens: Maximum number of tokens of the prompt. If the contents do not fit, the

@@ -1,4 +1,4 @@
-"""Says when samples read a shared prompt's keys in place, not in copies of each. No torch."""
+"""Decides whether samples read a shared prompt's keys in place instead of in copies. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ LEAST_SHARED = 4096 - 1
 
 
 def reads_in_place(shape: ModelShape, cp: int) -> bool:
-    """Whether all attention layers, if transformer-engine's, can read long prompts in place."""
+    """Whether transformer-engine's attention can read long prompts in place in all layers."""
     is_plain = shape.latent is None and shape.window is None and not shape.attention_sinks
     return cp == 1 and is_plain and not shape.torch_only

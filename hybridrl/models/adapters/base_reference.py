@@ -1,8 +1,8 @@
 """The model from which training began, as checkpoints refer to it. No torch.
 
 A checkpoint of a run with LoRA adapters does not contain the frozen weights, and no checkpoint
-contains the tensors that training passes over. It names the model instead, with a digest that
-detects another model of the same name.
+contains the tensors that training passes over. Such a checkpoint names the model instead, with a
+digest that detects another model of the same name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridrl.config.source import model_directory
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.models.hf.headers import HfHeaders
 
-DIGESTED_BYTES = 1 << 20  # at each end of a weight file
+DIGESTED_BYTES = 1 << 20  # bytes at each end of a weight file
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def init_digest(hf_config: Mapping[str, Any], seed: int, device: str) -> str:
-    """Returns a digest of all that determines initial weights, also the type of the device."""
+    """Returns a digest of all that determines initial weights, including the type of device."""
     content = [hf_config, seed, device]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -77,7 +77,7 @@ def base_reference(
 
 
 def base_directory(base: BaseReference, moved: Path | None = None) -> Path:
-    """Returns the HF directory of a base model; CheckpointError if not found, or changed."""
+    """Returns the HF directory of a base model; CheckpointError if it is missing or has changed."""
     assert base.path is not None
     remedy = "Pass the directory of the model from which training began with --base."
     if moved is not None and not os.path.isdir(moved):

@@ -21,7 +21,7 @@ class Lora:
     Args:
         alpha: Numerator of the scale s.
         targets: Linear layers that have an adapter: last parts of their HF names such as `q_proj`,
-            ALL_LINEAR, or EXPERTS. Names do not stand for the projections of experts.
+            ALL_LINEAR, or EXPERTS. Only EXPERTS selects the projections of experts.
         rslora: Whether the scale is alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023,
             "rsLoRA", section 3.2).
         full: Names of parts that are trained completely, in addition to the adapters: embeddings,

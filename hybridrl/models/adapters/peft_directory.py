@@ -127,7 +127,7 @@ def read_peft_config(folder: Path, full: tuple[str, ...] = ()) -> Lora:
     targets, layers = config.get("target_modules"), _adapted_layers(folder)
     if targets == ALL_LINEAR:
         targets = [ALL_LINEAR]
-    elif isinstance(targets, str):  # a pattern, which the tensors have followed
+    elif isinstance(targets, str):  # a pattern; the tensors show what it matched
         targets = sorted({name for _, name in layers})
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         raise _refusal(folder, "target_modules", targets, f"{ALL_LINEAR}, a list, or a pattern")

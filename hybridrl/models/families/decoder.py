@@ -187,7 +187,7 @@ def norm_row(megatron: str, hf: str, width: int, kind: RowKind = "replicated") -
 
 
 def fused(rows: Iterable[Row], tensors: Mapping[str, str]) -> tuple[Row, ...]:
-    """Replaces HF tensors in rows of these kinds by one, which is named relative to the layer."""
+    """Replaces a row's HF tensors by one, whose name in a layer `tensors` has by kind of row."""
 
     def fuse(row: Row) -> Row:
         name = f"model.layers.{{L}}.{tensors[row.kind]}.weight"

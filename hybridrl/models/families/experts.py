@@ -55,7 +55,7 @@ class ExpertNames:
     shared_gate: str = ""
 
 
-# Of models whose routers have a bias.
+# Names in models whose routers have a bias.
 BIASED_NAMES = ExpertNames(bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts.")
 
 
@@ -141,7 +141,7 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
         renormalized: Whether the weights of a token's experts add up to 1. This equals a softmax
             over only the selected experts.
 
-    Raises ModelError if the weight of the only expert is always 1: no gradient for the router.
+    Raises ModelError if a token's only expert always has weight 1, so the router gets no gradient.
     """
     moe = shape.moe
     assert moe is not None

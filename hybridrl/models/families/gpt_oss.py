@@ -1,10 +1,10 @@
 """GPT-OSS (20B, 120B): attention with sinks, windows in every second layer, clamped experts.
 
-Every linear layer has a bias, also the router and the experts. The weights of a token's experts are
-a softmax over the chosen experts. Gate and up of an expert are one projection, whose even rows are
-the gate; trainer and engines keep this order. On disk, all experts of a layer are one tensor: in
-16 bits with transposed matrices, or in MXFP4 (models/hf/mxfp4.py), which is dequantized when it is
-read. Exports are never quantized.
+Every linear layer has a bias, including the router and the experts. The weights of a token's
+experts are a softmax over the chosen experts. Gate and up of an expert are one projection, whose
+even rows are the gate; trainer and engines keep this order. On disk, all experts of a layer are one
+tensor: in 16 bits with transposed matrices, or in MXFP4 (models/hf/mxfp4.py), which is dequantized
+when it is read. Exports are never quantized.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hybridrl.models.hf.config_keys import DECODER_KEYS, QUANTIZATION
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 MXFP4 = "mxfp4"
-LIMIT, ALPHA = 7.0, 1.702  # of the clamped activation; engines know no other values
-EPSILON = 1e-5  # of norms; vLLM ignores the config's value
+LIMIT, ALPHA = 7.0, 1.702  # constants of the clamped activation in engines
+EPSILON = 1e-5  # epsilon of norms; vLLM ignores the config's value
 # Defaults in transformers' GptOssConfig.
 DEFAULTS = {
     "head_dim": 64,

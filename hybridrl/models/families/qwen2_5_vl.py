@@ -30,7 +30,7 @@ from hybridrl.models.vision.shape import GATE_UP
 
 # transformers' Qwen2_5_VLTextConfig
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}
-# transformers' Qwen2_5_VLVisionConfig. Published files call `in_channels` and `patch_size` also
+# transformers' Qwen2_5_VLVisionConfig. Published files repeat `in_channels` and `patch_size` as
 # `in_chans` and `spatial_patch_size`.
 VISION_DEFAULTS = {
     "depth": 32,

@@ -2,7 +2,7 @@
 
 The layers are those of Qwen3.5 with experts, except that some feed-forward layers may be dense, and
 that a checkpoint has two input projections of a delta net, whose rows are grouped by key heads.
-Engines keep this order; the trainer has Qwen3.5's.
+Engines keep this order; the trainer uses that of Qwen3.5.
 """
 
 from __future__ import annotations

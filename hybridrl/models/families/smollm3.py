@@ -37,7 +37,7 @@ FAMILY = decoder_family(
     keywords=_keywords,
     # transformers' SmolLM3Config
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
-    # YaRN is not supported: its magnitude changes the softmax scale, also in layers without
+    # YaRN is not supported: its magnitude changes the softmax scale, even in layers without
     # positions.
     ropes=("default", "linear", "llama3"),
     is_served_fused=False,

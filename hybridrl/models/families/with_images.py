@@ -23,7 +23,7 @@ from hybridrl.models.vision.shape import GATE_UP, PARAMETER, VisionShape
 VISION = "vision_config"
 NEUTRAL = {"model_type", "dtype", "torch_dtype", "transformers_version", "architectures"}
 TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653}
-ROPE = {"rope_theta": 10000.0, "rope_type": "axial"}  # of published towers
+ROPE = {"rope_theta": 10000.0, "rope_type": "axial"}  # in published towers
 Tensors = dict[str, tuple[int, ...]]
 
 

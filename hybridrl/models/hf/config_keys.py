@@ -1,7 +1,8 @@
-"""Rejects keys in a config.json that no code handles and that may affect results.
+"""Rejects keys in a config.json that may affect results, but that no code handles.
 
-Any other key that the family does not handle is rejected: a model that is computed differently from
-its training has wrong log-probabilities, without any other symptom. No torch.
+A key is rejected unless the family handles it or the tables below say that it has no effect. A
+model that is computed differently than it was trained has wrong log-probabilities, without any
+other symptom. No torch.
 """
 
 from __future__ import annotations

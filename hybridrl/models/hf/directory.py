@@ -31,9 +31,9 @@ SIDE_FILES = (
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the contents of a directory's config.json; the text part's if it is multimodal.
+    """Returns the contents of a directory's config.json, or of its text part if multimodal.
 
-    Raises CheckpointError if it is missing, damaged or no JSON object, or repeats a key.
+    Raises CheckpointError if the file is missing, damaged or no JSON object, or repeats a key.
     """
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):

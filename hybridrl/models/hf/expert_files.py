@@ -1,9 +1,9 @@
 """Stacks of experts in files: tensors that contain one matrix of every expert of a layer.
 
 A weight table names each expert's matrices. Some directories store gate and up of all experts as
-one tensor, `mlp.experts.gate_up_proj`, and `down_proj` as another. Published directories of
-Qwen3-VL with experts contain transposed matrices, those that transformers writes do not: as in
-transformers, the shapes decide. No torch.
+one tensor, `mlp.experts.gate_up_proj`, and `down_proj` as another. Matrices are transposed in
+published directories of Qwen3-VL with experts, but not in directories that transformers writes.
+Code here decides by the shapes, as transformers does. No torch.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def expert_stacks(
     """Returns the place of each expert's matrix in stacks, and the shape of each stack.
 
     Args:
-        is_transposed: Whether a stack contains transposed matrices, given its name and its shape
-            if it does not.
+        is_transposed: Function that returns whether a stack contains transposed matrices, given the
+            stack's name and its shape without transposition.
     """
     members: dict[str, list[tuple[int, str]]] = {}
     for name in shapes:

@@ -163,7 +163,7 @@ class HfHeaders:
         )
 
     def _bytes_of(self, name: str) -> memoryview:
-        """Returns a tensor's bytes, memory-mapped: safetensors' NumPy arrays lack bfloat16."""
+        """Returns a tensor's bytes, memory-mapped, because safetensors has no NumPy bfloat16."""
         file = self.files[name]
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")

@@ -1,8 +1,8 @@
 """Reads and writes tensors in HF directories, rectangle by rectangle.
 
-Invariant: in addition to the destination, at most one tensor or rectangle is in memory, and when
-writing, those of incomplete groups (`HfPlaces.together`). Every rank reads the headers of all files
-(headers.py), so all ranks reject the same directories.
+Invariant: in addition to the destination, at most one tensor or rectangle is in memory; while
+writing, also the tensors of incomplete groups (`HfPlaces.together`). Every rank reads the headers
+of all files (headers.py), so all ranks reject the same directories.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class HfPlaces:
         # contains so far.
         self._incomplete: dict[tuple[str, int], tuple[Tensor, set[str]]] = {}
         if has_transposed_stacks(config):
-            # transformers takes square stacks for plain ones.
+            # transformers treats square stacks as not transposed.
             self._stacked, stacks = expert_stacks(
                 stored, lambda _, plain: plain != transposed(plain)
             )
@@ -332,8 +332,8 @@ class HfPlaces:
     ) -> tuple[str, ...]:
         """Collects an expert's matrices of a stack, and writes them when they are complete.
 
-        Transposed, they interleave in each row. Written at once, they are one range of the file;
-        otherwise, each would have to be added to what the file contains.
+        Transposed matrices interleave in each row of the file. Together, they are one range of it;
+        a single matrix would have to be inserted into rows that are already written.
         """
         key = place.stack, place.expert
         if key not in self._incomplete:

@@ -82,7 +82,7 @@ def _sliced(
     tensors: Mapping[str, Tensor],
     places: Mapping[str, list[tuple[str, bool]]],
 ) -> dict[str, Tensor]:
-    """Replaces stacks by contiguous slices; transposed stacks get other strides, equal numbers."""
+    """Replaces stacks by contiguous slices; changes the memory order of transposed stacks."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in places:

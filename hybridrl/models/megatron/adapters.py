@@ -2,7 +2,7 @@
 
 A linear layer stays the same module, with the same parameter names. It only gains the parameters
 `lora_a` and `lora_b` (models/adapters/rows.py), and its output gains s B A x. Each HF projection
-has its own A and B, also where Megatron fuses several projections into one layer.
+has its own A and B, even if Megatron fuses several projections into one layer.
 
 With tensor parallelism, a layer's output is either sharded by rows (its input is complete), or a
 sum over the ranks (its input is sharded by columns). A rank holds the same rows of B, or columns of

@@ -1,4 +1,4 @@
-"""Attaches a loss, whose gradient a schedule that knows only the main loss computes too."""
+"""Attaches another loss to a tensor, so that a backward pass of the main loss includes it."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ FIXED_KEYWORDS: dict[str, Any] = {
 }
 
 # Beginnings of notices that users can do nothing about, by the loggers of Megatron-Core 0.19 that
-# print them whenever a model is built. Without a logging configuration they would stand on stderr
-# before the message about a user's mistake. The MLP type is that of models whose norms stand after
-# their layers (post_norm.py): Megatron passes no process group to it, and it then uses the
-# tensor-parallel group, as `MLP` does.
+# print them whenever a model is built. Without a logging configuration they would appear on stderr
+# before the message about a user's mistake. The notice about the MLP type concerns models with
+# norms after their layers (post_norm.py): Megatron passes no process group to this type, which then
+# uses the tensor-parallel group, as `MLP` does.
 NOTICES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",

@@ -1,4 +1,4 @@
-"""Says which positions of packed sequences each context-parallel rank holds.
+"""Computes which positions of packed sequences each context-parallel rank holds.
 
 Each sequence is split into 2 * cp chunks. As in Megatron, rank r holds chunks r and 2 * cp - 1 - r,
 so that causal attention is equally expensive on all ranks.

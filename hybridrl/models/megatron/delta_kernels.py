@@ -118,7 +118,7 @@ def gradient_fault(
     expected, found = (_results(one, sizes, tp, dtype, device) for one in (delta_rule, rule))
     for name, reference in expected.items():
         error = float((found[name] - reference).norm() / reference.norm())
-        if not error <= TOLERANCE:  # also if it is not a number
+        if not error <= TOLERANCE:  # true for NaN, too
             return f"{name} differs from torch's by {error:.1%}, more than {TOLERANCE:.0%}"
     return None
 

@@ -82,8 +82,8 @@ class History(NamedTuple):
     """Packed tokens with those before each sequence, for the convolution in torch.
 
     Args:
-        index_E: For each sequence, the packed indices of the tokens before it, and of its own
-            tokens. The number of packed tokens stands for a token before the sample.
+        index_E: For each sequence, the packed indices of the tokens before it, and then of the
+            sequence. The number of packed tokens stands for a token before the sample.
         readers: For each packed token, and for the one before all samples, its places in `index_E`.
         row_T: For each packed token, its row in the convolution of `index_E`.
     """
@@ -115,7 +115,8 @@ class Places(NamedTuple):
             and after the token, int32.
         before_M: Packed indices of the tokens before the sequences, (N * (kernel - 1),); None if no
             sequence continues a prompt.
-        is_prompt_M1: Whether these are tokens of a prompt, not before the sample.
+        is_prompt_M1: Whether each of these tokens belongs to a prompt; the others are before the
+            sample, and zero.
         readers: For each packed token, its places in `before_M`.
         num_before: Number of tokens before each sequence.
     """
@@ -139,7 +140,7 @@ class Places(NamedTuple):
             own[2] = torch.arange(length - 1, -1, -1)
         before_M = tokens_before(spans, kernel - 1).flatten()
         is_prompt_M, continues = before_M < num_tokens, any(span[1] for span in spans)
-        # The index of a token before the sample is not that of any token; its row becomes zero.
+        # Tokens before the sample have an index that no token has; their rows become zero.
         readers = Readers.of(before_M, num_tokens).to(device)
         before_M = before_M.clamp(max=num_tokens - 1).to(device)
         is_prompt_M1 = is_prompt_M[:, None].to(device)
@@ -181,7 +182,7 @@ class Recurrence:
         if continued:
             self.second = Stage([(start, length) for _, _, start, length in continued], device)
             order.append(self.second.index_T)
-            # A state is that after all of a prompt's tokens.
+            # A sample continues the state after all tokens of its prompt.
             prompt_of = {(one[2], one[3]): number for number, one in enumerate(alone)}
             prompts = torch.tensor([prompt_of[one[0], one[1]] for one in continued])
             self.readers_P = Readers.of(prompts, len(alone)).to(device)

@@ -5,7 +5,7 @@ each token, with key k and query q of length 1, value v, decay g <= 0 and step s
 
     S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   output = S^T q / sqrt(key size)
 
-This is the reference for faster kernels (delta_kernels.py), and what runs where there is none. It
+This is the reference for faster kernels (delta_kernels.py), and is used where there is none. It
 computes chunks of tokens with matrix products (ibid., section 3.3): within a chunk, a triangular
 system gives the corrections that each token writes, and S passes from chunk to chunk.
 

@@ -186,7 +186,8 @@ def by_blocks(
     """Attends as the hf engine does; see `ops.invariant_attention`.
 
     Args:
-        position_BQ: Position of each query in its sequence; one row if all are alike.
+        position_BQ: Position of each query in its sequence; one row if all sequences have the same
+            positions.
         num_before: Number of earlier positions that a query attends to; None for all of them.
             Both are also in `is_seen_BQS`.
     """

@@ -4,8 +4,8 @@ The layer gains a module for each expert, `adapters.N`, with the expert's `lora_
 adapters of the experts are computed one by one, as transformer-engine computes the experts.
 
 With expert tensor parallelism, the ranks that share an expert have the same tokens, and the
-dispatcher adds up their outputs. A rank therefore needs no activations of other ranks. Its gradient
-of a matrix that all of them hold is one summand (`new_parameter`).
+dispatcher adds up their outputs. A rank therefore needs no activations of other ranks. If all of
+them hold a matrix, each rank's gradient of it is one summand of the gradient (`new_parameter`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ its gathered input and its partial sums. Here one function computes both product
   written only to add an adapter's part.
 * With tensor and sequence parallelism, the layer's own two collectives are the only large ones. A
   column-parallel layer computes A x from the input that is gathered for W. A row-parallel layer
-  adds B A x to its partial sums before they are summed. Gradients likewise join the layer's own. In
-  the backward pass of column-parallel layers, one collective of width `rank` remains; it runs
-  beside the product with W.
+  adds B A x to its partial sums before they are summed. In the same way, the adapters' gradients
+  are added to the layer's own. In the backward pass of column-parallel layers, one collective of
+  width `rank` remains, which runs at the same time as the product with W.
 
 W has no gradient, so nothing is stored for it. Invariant: the result is that of the module, up to
 rounding.
@@ -34,7 +34,7 @@ TESTED_BACKENDS = ("gloo",)
 
 @dataclass(frozen=True)
 class FrozenLinear:
-    """What a linear layer does beside its product; see `frozen_linear`.
+    """Properties of a linear layer apart from its product; see `frozen_linear`.
 
     Args:
         norm: Norm that the layer applies to its input, or None.

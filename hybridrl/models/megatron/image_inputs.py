@@ -31,8 +31,9 @@ from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import empty_features, image_features
 
 IMAGES, ROWS, DEEPSTACK = "images", "image_rows", "image_deepstack"
-# Tokens per column and row of the images in the comparison of engine and trainer; the first that
-# fits. Windows of Qwen2.5-VL have 4 x 4 tokens, and the first image has several, some in part.
+# Tokens per column and row of the images that compare engine and trainer; the first size that fits
+# is used. Windows of Qwen2.5-VL have 4 x 4 tokens; the first size has several, some of them
+# partial.
 PROBED_SIZES = ((5, 6), (2, 3))
 
 

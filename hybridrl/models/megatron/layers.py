@@ -328,7 +328,7 @@ def shares_prompts(
             builds its mask on the host. With context parallelism on a GPU, gradients have not been
             compared.
 
-    Raises UserError if sharing is requested, but an attention class (a user's) cannot.
+    Raises UserError if sharing is requested, but a user's attention class does not support it.
     """
     if wanted is None and not (is_cpu or (kind == "transformer_engine" and cp == 1)):
         return False

@@ -1,4 +1,4 @@
-"""Norms after attention and feed-forward layers, and over all, also sharded, heads (OLMo 2)."""
+"""Norms after attention and feed-forward layers, and norms over all heads together (OLMo 2)."""
 
 from __future__ import annotations
 

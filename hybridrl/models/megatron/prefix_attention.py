@@ -340,7 +340,7 @@ def gradient_fault(
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     for name, one, reference in zip(names, found, expected, strict=True):
         error = float((one.float() - reference).norm() / reference.norm())
-        if not error <= TOLERANCE:  # also if it is not a number
+        if not error <= TOLERANCE:  # true for NaN, too
             return f"the {name} differs by {error:.1%}, more than {TOLERANCE:.0%}"
     return None
 

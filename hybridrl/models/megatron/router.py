@@ -64,7 +64,7 @@ class Router(TopKRouter):
         return logits + self.bias.float()
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Does nothing: Megatron's count takes no such mask, and `tokens_E` updates the bias."""
+        """Does nothing: Megatron would count padding; hybridrl updates the bias from `tokens_E`."""
 
     def clear(self) -> None:
         self.tokens_E = self.entropy = self.replayed = None

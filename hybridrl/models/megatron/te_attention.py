@@ -74,7 +74,8 @@ def transformer_engine_attention() -> type:
     return Attention
 
 
-# micro_batch_sizes.py counts no copies of such prompts; the check needs a GPU, plans do not.
+# micro_batch_sizes.py counts no copies of such prompts, because plans cannot run the check on a
+# GPU.
 MORE_MEMORY = "With prompts of 4,096 tokens or more, training needs more memory than planned."
 
 

@@ -36,11 +36,11 @@ FILE, GRID = "file", "grid"  # arrays of such a content
 # A file that decodes to more is refused. Decoding one takes about 0.5 GiB of memory: Pillow stores
 # 4 bytes for each RGB or RGBA pixel, and an image with transparency is copied onto white.
 MAX_DECODED_PIXELS = 1 << 26
-STRIP_PIXELS = 1 << 20  # of an image of 16 bits per pixel, converted at once
-MAX_ASPECT = 200  # of Qwen-VL's processors
+STRIP_PIXELS = 1 << 20  # converted together, if a pixel has 16 bits
+MAX_ASPECT = 200  # limit of Qwen-VL's processors
 CACHE_BYTES = 512 << 20
-# Pillow's other formats start programs, or have decoders that few people test.
-# JPEG includes MPO, under which name Pillow finds no reader and fails for all formats after it.
+# Pillow's other formats start programs, or have decoders that few people test. JPEG includes MPO.
+# If MPO were named, Pillow would find no reader for it and fail for all formats that follow.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Classes that Pillow raises for damaged files.
 _DAMAGE = (
