@@ -2,9 +2,9 @@
 
 Who waits for whom: `BegunCopy.begin` is collective and copies all tensors to the host. Then a
 thread on every rank writes, sends and receives files. The threads wait for each other in
-collectives of a separate process group. One that fails notifies the others or closes its
-connections, so that all end. The copy becomes valid when its manifest exists, which rank 0 writes
-after `seal`.
+collectives of a separate process group. A thread that fails notifies the others or closes its
+connections, so that all threads end. The copy becomes valid when its manifest exists, which rank 0
+writes after `seal`.
 """
 
 from __future__ import annotations

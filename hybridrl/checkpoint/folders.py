@@ -45,21 +45,21 @@ class SavedState(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     step: int | None = Field(None, ge=0)  # None for only weights, as from `hybridrl convert`
-    prompts: dict[str, Any] = {}  # positions in prompts, and in those for other terms
+    prompts: dict[str, Any] = {}  # positions in the prompts of the run and of other loss terms
     mix: dict[str, Any] = {}
     rollouts: dict[str, Any] = {}  # rollouts in progress, and expected response lengths
     algorithm: dict[str, float] = {}  # state of adaptive algorithms
-    evaluations: dict[str, dict[str, float]] = {}  # also of held-out rows, by step
+    evaluations: dict[str, dict[str, float]] = {}  # by step, also of held-out rows
     seconds: float = Field(0.0, ge=0, allow_inf_nan=False)  # training time so far, in seconds
     num_updates: dict[str, int] = {}  # number of optimizer steps taken by each trained model
-    freeze: list[str] = []  # value of `train.freeze`, without optimizer state
-    lora: SavedAdapters | None = None  # settings and base; then only what is trained is saved
-    passed_over: SavedBase | None = None  # directory of tensors exported unchanged
+    freeze: list[str] = []  # `train.freeze`; frozen weights have no optimizer state
+    lora: SavedAdapters | None = None  # if set, only trained weights are saved
+    passed_over: SavedBase | None = None  # origin of tensors exported unchanged
     trains_mtp: bool = False  # whether the policy contains the layer for multi-token prediction
-    layout: str  # layout of the ranks, in which alone random states are restored
+    layout: str  # random states are restored only in the same layout of ranks
     family: str  # value of `model.family` that is needed to load the weights
     dtype: Literal["float32", "bfloat16", "float16"]  # dtype of the policy's weights
-    # Response token at which a reward model's score is read; not in older checkpoints.
+    # Response token at which a reward model's score is read; missing in older checkpoints.
     score_token: Literal["last", "before_last"] = "before_last"
 
     @field_validator("evaluations", mode="before")
@@ -170,7 +170,7 @@ def newest_first(root: Path) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns `path`, or else a run folder's newest checkpoint; CheckpointError without any."""
+    """Returns `path`, or the newest checkpoint if it is a run folder; CheckpointError if none."""
     if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
         return path
     for root in (path, path / "checkpoints"):
@@ -211,7 +211,7 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest other checkpoint that passes verification; tells `notify` of each."""
+    """Returns the newest other undamaged checkpoint; tells `notify` which ones it verifies."""
     for folder in newest_first(root):
         if folder.name == other_than.name:
             continue

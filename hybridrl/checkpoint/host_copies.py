@@ -66,7 +66,7 @@ class HostCopies:
         self._begins: list[int] = []  # start addresses of `_allocated`, ascending
         self._locked = Segments(locked_memory)
         self._reserved: ReservedMemory | None = None
-        self._has_reserved = False  # whether the reserved memory is in the segments
+        self._has_reserved = False  # whether segments use reserved memory
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
         """Starts, at the first call, to allocate page-locked memory in the background, unless this
@@ -89,7 +89,9 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns Allocators of saved states by optimizer, whose memory `take` does not copy."""
+        """Returns an Allocator per optimizer for states to save, whose memory `take`
+        does not copy.
+        """
 
         def allocate(
             number: int,
@@ -118,7 +120,7 @@ class HostCopies:
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
     ) -> torch.Tensor:
-        """Returns the memory for a tensor, that of the last copy if shape and dtype are equal."""
+        """Returns memory for a tensor; that of the last copy if shape and dtype are the same."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
             kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)

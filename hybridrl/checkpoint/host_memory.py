@@ -1,4 +1,4 @@
-"""Determines how much memory a job's processes may allocate on this host, and page-lock. No torch.
+"""Determines how much memory a job's processes may allocate and page-lock on this host. No torch.
 
 A container or a scheduler may set a limit below the host's free memory, and kills processes that
 exceed it. The limits are those of control groups, version 2 (Linux, cgroup-v2.rst).

@@ -1,9 +1,9 @@
 """Reads and writes the manifest of a checkpoint: its files with sizes and digests. No torch.
 
-`manifest.json`, whose digest is in `manifest.xxh3`, lists each file with its size and its pieces,
-byte ranges with an XXH3 digest. A sharded file has one piece per tensor, so that a rank verifies
-exactly what it reads; every other file has one. Digests detect damage, but do not prove who wrote a
-file.
+`manifest.json`, whose digest is in `manifest.xxh3`, lists each file with its size and its pieces. A
+piece is a byte range with an XXH3 digest. A sharded file has one piece per tensor, so that a rank
+verifies exactly what it reads; every other file is a single piece. Digests detect damage, but do
+not prove who wrote a file.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ _BUFFERS = threading.local()
 
 
 def _thread_buffer() -> memoryview:
-    """Returns READ_BYTES that this thread reuses; allocating them takes longer than filling."""
+    """Returns a buffer that this thread reuses, because allocating takes longer than filling it."""
     if not hasattr(_BUFFERS, "content"):
         _BUFFERS.content = memoryview(bytearray(READ_BYTES))
     found: memoryview = _BUFFERS.content
@@ -318,7 +318,7 @@ def open_for_reading(file: Path) -> BinaryIO:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError for the first file that is missing or not of the listed size."""
+    """Raises CheckpointError for the first file that is missing or has not the listed size."""
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
 

@@ -99,9 +99,9 @@ class MemoryCopies:
         self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
-        """Removes earlier starts' copies, but for that of `step`, until the next is complete.
-        Collective. Returns whether this host has memory for copies, of `num_bytes` for this rank,
-        besides checkpoints.
+        """Removes the copies of earlier starts. That of `step` is kept until the next copy is
+        complete. Collective. Returns whether this host has memory for copies (`num_bytes` on this
+        rank) in addition to checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -124,9 +124,9 @@ class MemoryCopies:
         return has_room
 
     def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
-        """Begins to copy the state after a step; whether a copy was begun. Collective. Without
-        `waits`, none is begun while the previous one is written. Checkpoints have `reserved` bytes
-        on this rank.
+        """Begins to copy the state after a step. Returns whether a copy was begun. Collective.
+        Without `waits`, no copy is begun while the previous one is being written. Checkpoints have
+        reserved `reserved` bytes on this rank.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -176,7 +176,7 @@ class MemoryCopies:
         return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Makes the last copy, whose step is in the run's records, valid, with evaluations."""
+        """Makes the last copy valid, and adds evaluations; the run's records must have its step."""
         if self._begun is not None:
             self._begun.seal(evaluations)
 
@@ -192,7 +192,7 @@ class MemoryCopies:
         return not self.is_off
 
     def _conclude(self, begun: BegunCopy) -> None:
-        """Records whether the last copy, whose threads have ended, succeeded. Collective."""
+        """Records whether the last copy succeeded; its threads must have ended. Collective."""
         self._begun, self.busy_s = None, begun.busy_s
         found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
         if int(found) == self._world.size:
@@ -203,11 +203,11 @@ class MemoryCopies:
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Whether all ranks succeeded; if not, says why, and may turn copies off. Collective."""
+        """Whether all ranks succeeded; if not, reports why, and may turn copies off. Collective."""
         own = None
         if failure is not None:
-            # Rank closed connections and failures reported by other ranks last, because they are
-            # consequences of another failure.
+            # Closed connections, and failures that other ranks report, are sorted last, because
+            # they are consequences of another failure.
             order = isinstance(failure, RuntimeError) + isinstance(failure, FailedElsewhereError)
             is_full = isinstance(failure, OSError) and failure.errno in NO_ROOM
             said = f"{type(failure).__name__}: {failure}" if str(failure) else repr(failure)
@@ -310,7 +310,7 @@ class MemoryCopies:
         return None
 
     def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
-        """Verifies a copy on this host, each rank a part; returns damage, or None. Collective."""
+        """Verifies a copy on this host, a part on each rank; returns any damage. Collective."""
         with self._world.all_agree("verifying a copy in memory", True) as agreement:
             try:
                 mine = [name for name, reader in readers.items() if reader == self._world.rank]
@@ -323,7 +323,7 @@ class MemoryCopies:
     def _write_out(
         self, folder: Path, manifest: Manifest, writers: Mapping[str, int], source: Path
     ) -> str | None:
-        """Writes a copy to disk as a checkpoint; returns damage, or None. Collective."""
+        """Writes a copy to disk as a checkpoint; returns the damage found, or None. Collective."""
         world, partial = self._world, folder.with_name(folder.name + PARTIAL)
         with world.all_agree("making a checkpoint of a copy in memory"):
             if world.rank == 0:

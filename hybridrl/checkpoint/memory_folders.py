@@ -90,9 +90,9 @@ def make_host_folder(run_folder: Path, number: str) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether it is certain that the run that a file OF_RUN names no longer exists. Its folder is
-    missing or was created again, although its parent is readable and on the same file system as
-    before; a file system may also be unavailable for a time, or not mounted.
+    """Whether it is certain that the run that a file OF_RUN names no longer exists. This is certain
+    only if the folder is missing or was created again, while its parent is readable and on the same
+    file system as before. Otherwise the file system may be temporarily unavailable, or not mounted.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
@@ -112,7 +112,7 @@ def _is_orphan(file: Path) -> bool:
 
 
 def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
-    """Removes a run's copies from this host except steps to keep; without any, the folder too."""
+    """Removes a run's copies from this host except steps to keep; if none, also the folder."""
     folder = host_folder(number)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -223,7 +223,8 @@ def usable(
 def free_bytes(reserved: int = 0) -> int:
     """Returns the bytes of host memory that copies may use: at most half of what is free, because
     checkpoints and file reads also need some, and the free space of the memory file system.
-    Checkpoints have allocated `reserved` bytes; if negative, they have yet to allocate these.
+    `reserved` is the number of bytes that checkpoints have allocated; if negative, that they have
+    yet to allocate.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

@@ -49,7 +49,8 @@ EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 class Saved(Protocol):
     """A model on the ranks of a mesh, with its weights and, if trained, its optimizer
-    (ParallelModel). `base` is what `lora` adapts. Training passes over tensors of `passed_over`.
+    (ParallelModel). `base` is the model that `lora` adapts. `passed_over` is the model whose
+    remaining tensors training does not load.
     """
 
     @property
@@ -134,7 +135,7 @@ def _adopt_learning_rates(optimizers: Sequence[Any], loaded: Mapping[Any, Any]) 
 
 
 def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:
-    """Reads, on every rank, values other than sharded tensors; CheckpointError for damage."""
+    """Reads the values that are not sharded tensors, on every rank; CheckpointError if damaged."""
     content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
     try:
         backends = [parse_json(content)[f"{kind}_backend"] for kind in ("sharded", "common")]
@@ -183,7 +184,7 @@ def sharded_state(
     if model.optimizer is None:
         return parts
     described = parts
-    # One tensor of all layers would lack the frozen layers.
+    # A single tensor for all layers would lack the frozen layers.
     if model.frozen_parts or model.lora is not None:
         described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
@@ -203,7 +204,7 @@ def sharded_state(
 
 
 def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all weights, trained and frozen; of a LoRA model, only the trained ones."""
+    """Returns all weights, trained and frozen; for a model with LoRA, only the trained ones."""
     return {
         f"model{index}": _saved_weights(model, chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
@@ -276,7 +277,7 @@ def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
 def _load_weights(model: Saved, chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     found = chunk.load_state_dict(state, strict=False)
     missing = set(found.missing_keys)
-    if model.lora is not None:  # its frozen weights are those of the model that it adapts
+    if model.lora is not None:  # the frozen weights are those of the base model
         missing &= _trained_names(chunk)
     names = (*sorted(missing), *found.unexpected_keys)
     if lost := [name for name in names if not EXTRA_STATE.search(name)]:

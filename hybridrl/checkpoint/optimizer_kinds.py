@@ -24,7 +24,7 @@ Kinds = Mapping[str, torch.dtype]
 
 @runtime_checkable
 class PackedAdam(Protocol):
-    """An Adam with bf16 moments and remainders by name, maybe on hosts (piecewise_adam.py)."""
+    """An Adam with bf16 moments and remainders, possibly in host memory (piecewise_adam.py)."""
 
     on_host: bool
     param_groups: list[dict[str, Any]]
@@ -56,6 +56,6 @@ def kinds_of(optimizer: Any, parameter: Tensor) -> Kinds:
 
 
 def kinds_to_read(optimizer: Any, parameter: Tensor, names: Collection[str]) -> Kinds:
-    """Returns the states that `names`, a checkpoint's states of a parameter, allow to load."""
+    """Returns the states to read, given the names of a parameter's states in a checkpoint."""
     own, others = kinds_of(optimizer, parameter), {MASTER: torch.float32, REMAINDER: torch.int16}
     return {name: own.get(name) or others[name] for name in names}

@@ -49,7 +49,7 @@ from hybridrl.checkpoint.parameter_pieces import (
 )
 from hybridrl.errors import CheckpointError
 
-STEPS = "steps"  # Key of the step count in the state of an Adam optimizer that has no parameters.
+STEPS = "steps"  # key of the step count of an Adam without parameters
 
 Allocator = Callable[[tuple[int, str], int, torch.dtype, torch.device], Tensor]
 """Returns host memory for one state of a whole parameter, given the parameter's number in the
@@ -131,7 +131,7 @@ def count_step(adam: Any, num_steps: int = 1) -> None:
         state: dict[Any, Any] = adam.state
         state.setdefault(STEPS, {"step": torch.tensor(0.0)})["step"] += num_steps
         return
-    for group in adam.param_groups:  # Adam from transformer-engine, which counts steps per group
+    for group in adam.param_groups:  # transformer-engine's Adam counts steps per group
         group["step"] = group.get("step", 0) + num_steps
 
 
@@ -329,9 +329,9 @@ def _sharded(
 
 
 def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory,
-    for halves of feed-forward layers over half of the state. Parts that were read directly into
-    `whole` are not copied; `merge`, Megatron's function, serves for others.
+    """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory:
+    for the halves of feed-forward layers, more than half of the state. Parts that were read
+    directly into `whole` are not copied; Megatron's function, `merge`, merges others.
     """
     return whole if _fill(parts, whole) else merge(parts)
 

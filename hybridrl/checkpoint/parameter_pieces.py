@@ -50,7 +50,7 @@ class Cut:
 
 def cuts_of(optimizer: Any, dp: int) -> Iterator[Cut]:
     """Yields the parameters in the order in which Megatron numbers them."""
-    kept = [0] * dp  # elements, by rank
+    kept = [0] * dp  # number of elements, by rank
     for buffer in optimizer.buffers:
         for parameter, (start, end, which) in buffer.param_index_map.items():
             bucket = buffer.buckets[which]
@@ -87,7 +87,9 @@ def connect(optimizers: Iterable[Any]) -> None:
 
 
 class SentPiece(NamedTuple):
-    """Elements that one rank sends to another: ranges in parameter and sender's piece."""
+    """Elements that one rank sends to another: ranges in the parameter and in the
+    sender's piece.
+    """
 
     key: tuple[int, str]
     sender: int

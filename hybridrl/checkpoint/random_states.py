@@ -22,7 +22,9 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
-    """Restores what `rng_state` returned; False, and nothing, for another type of device."""
+    """Restores states from `rng_state`; returns False, without effect, if the device
+    type differs.
+    """
     if _kinds(states) != _kinds(rng_state()):
         return False
     torch.set_rng_state(states["torch"])

@@ -1,9 +1,9 @@
-"""Allocates page-locked memory during training, before it is needed.
+"""Allocates page-locked memory in the background during training, before it is needed.
 
 CUDA's own allocation takes half a second per GiB or more, mostly for the operating system to
 provide the pages. Here, threads first touch the pages of ordinary memory, and CUDA locks them
-afterwards. `tensor` waits for the threads; those of a second range wait for the first, which is
-needed sooner. Invariant: a range is unlocked before its memory is freed.
+afterwards. `tensor` waits for the threads. The threads of a second range wait for those of the
+first, which is needed sooner. Invariant: a range is unlocked before its memory is freed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TURN = threading.Lock()  # lock held while a range's pages are being touched
 
 
 def threads_beside_training(num_ranks: int) -> int:
-    """Returns the threads for moving memory during training: half of a rank's cores."""
+    """Returns the number of threads that move memory during training: half of a rank's cores."""
     return min(max(cores_of_rank(num_ranks) // 2, LEAST_THREADS), MOST_THREADS)
 
 

@@ -94,9 +94,9 @@ class RunLock:
         self._ended = threading.Event()
 
     def acquire(self, notify: Notify) -> bool:
-        """Locks the folder, unless this object or this process's launcher has locked it; whether to
-        release it. Tells `notify` if a stale lock is replaced. Raises UserError if another run uses
-        the folder.
+        """Locks the folder, unless this object or this process's launcher has locked it. Returns
+        whether the caller must release it. Tells `notify` if a stale lock is replaced. Raises
+        UserError if another run uses the folder.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         found = holder(self._folder)
@@ -115,7 +115,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Rank 0 locks the folder for a block, unless the job has; or UserError. Collective."""
+        """Rank 0 locks the folder during a block, unless the job has locked it. Collective."""
         with world.all_agree("taking the run folder"):
             is_taken = world.rank == 0 and self.acquire(notify)
         try:
@@ -125,10 +125,10 @@ class RunLock:
                 self.release()
 
     def _replace(self, found: Holder | None) -> None:
-        """Writes the lock file, replacing a stale file. Of several processes that find the same
-        stale lock, one succeeds: they take turns, and all but the first find a new lock. On file
-        systems that cannot lock directories, it is the one whose lock file still exists after
-        SETTLE_S.
+        """Writes the lock file, replacing a stale file. If several processes find the same stale
+        lock, one succeeds: they take turns, and all but the first find a new lock. On file systems
+        that cannot lock directories, the process whose lock file still exists after SETTLE_S
+        succeeds.
         """
         own = Holder.here()
         with _in_turn(self._folder):

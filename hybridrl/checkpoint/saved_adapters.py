@@ -65,8 +65,8 @@ def adapters_state(lora: Lora | None, base: BaseReference | None) -> dict[str, A
 
 
 def check_passed_over(saved: SavedBase | None, current: BaseReference | None, folder: Path) -> None:
-    """Raises CheckpointError if a checkpoint's run passed over, and exports, other tensors than
-    this run. `saved` and `current` are the models with these tensors; None if there are none.
+    """Raises CheckpointError if the checkpoint's run exports other tensors unchanged than this run.
+    `saved` and `current` are the models with these tensors; None if there are none.
     """
     if saved is None or (current is not None and saved.digest == current.digest):
         return
@@ -81,7 +81,7 @@ def check_passed_over(saved: SavedBase | None, current: BaseReference | None, fo
 def check_adapters(
     saved: SavedAdapters | None, lora: Lora | None, base: BaseReference | None, folder: Path
 ) -> None:
-    """Raises CheckpointError unless run and checkpoint have equal adapters and base, if any."""
+    """Raises CheckpointError unless run and checkpoint have the same adapters and base model."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

@@ -406,8 +406,8 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    If torch reports the offset of its data, these are read only once: directly to `target` on the
-    host, or through a small host buffer to a GPU, if its shape and dtype match. `part` is a view of
+    If torch reports the offset of the data, they are read only once: directly to a `target` on the
+    host, or through a small host buffer to a GPU. Shape and dtype must match. `part` is a view of
     the file with only this tensor; `place` and `piece` are its byte range in torch.save's format,
     and its digest, if any.
     """
@@ -435,7 +435,7 @@ def _read_tensor(
 
 
 def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
-    """Reads and verifies an index, calling no arbitrary functions; CheckpointError if it is bad."""
+    """Reads and verifies an index without running code in it; CheckpointError if it is damaged."""
     content = read_listed(folder, f"{part}/{INDEX}", manifest)
     file = folder / part / INDEX
     try:

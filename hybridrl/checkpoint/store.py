@@ -79,7 +79,7 @@ class CheckpointStore:
     Args:
         root: The run's `checkpoints` folder.
         keep: Number of the newest checkpoints of the run's lineage to keep.
-        layout: Layout of the models, as text, in which alone random states are restored.
+        layout: Layout of the models, as text; random states are restored only in the same layout.
         grace_s: Maximum seconds for which ranks finish writing after an error or at the run's end.
 
     Attributes:
@@ -104,7 +104,7 @@ class CheckpointStore:
         self._pending: _Pending | None = None  # the checkpoint that is being written
 
     def put_back_replaced(self) -> None:
-        """Restores the name of a checkpoint being replaced. Only the lock's holder may."""
+        """Restores the name of a checkpoint being replaced. Only the lock's holder may call it."""
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
                 put_back_replaced(self.root)
@@ -126,7 +126,7 @@ class CheckpointStore:
         return self._decide("choosing the checkpoint", choose)
 
     def previous(self) -> Path:
-        """Returns the newest undamaged checkpoint but one; CheckpointError without."""
+        """Returns the newest undamaged checkpoint except the newest; CheckpointError if none."""
 
         def choose() -> Path:
             newest = next(newest_first(self.root), None)
@@ -353,7 +353,7 @@ class CheckpointStore:
         if self.copy_in_memory is not None and checkpoint.folder == self.copy_in_memory[0]:
             return list(self.copy_in_memory[1])
         if checkpoint.folder.resolve().parent != self.root.resolve():
-            return []  # of another run, whose checkpoints must not be removed
+            return []  # another run's checkpoints must not be removed
         own = checkpoint.ancestor
         lineage = [own] if own is not None else []
         if checkpoint.manifest.has_digests:

@@ -18,8 +18,8 @@ from hybridrl.checkpoint.manifest import DigestingFile, MemoryRoom, Room
 
 class _WithoutCrc32:
     """Turns off the checksums of torch.save, for a fifth of its time, because digests suffice. Each
-    thread that writes must enter this context. The option is of the thread (torch 2.13) or of the
-    process (other versions), where the last thread that leaves restores it.
+    thread that writes must enter this context. The option belongs to the thread (torch 2.13) or to
+    the process (other versions); in the latter case, the last thread that leaves restores it.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.validation import (
 FORMAT_FILE, COMMON_FILE = (
     "metadata.json",
     "common.pt",
-)  # files in each sharded part; every rank reads them
+)  # files that each sharded part has and every rank reads
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -49,9 +49,9 @@ class ModelFiles:
     family: str  # value of `model.family` that is needed to load the weights
     dtype: str  # dtype of the policy's weights as torch spells it ("bfloat16")
     side_files: Path  # folder that may contain tokenizer files
-    lora: Lora | None = None  # LoRA adapters and the model that they adapt, if any
+    lora: Lora | None = None  # LoRA adapters; next: the model that they adapt
     base: BaseReference | None = None
-    passed_over: BaseReference | None = None  # of tensors that training passes over
+    passed_over: BaseReference | None = None  # origin of tensors that training does not load
     trains_mtp: bool = False  # whether the layer for multi-token prediction is part of the model
 
 
@@ -88,9 +88,9 @@ class Content:
 class BegunCheckpoint:
     """A checkpoint folder that is being written: call `begin`, `write` and `complete` in order.
 
-    `begin` and `complete` are collective. `write` may run in a thread if tensors are copied to
-    `copies`, and may change after `begin`. After an error, the attempt's files are removed. An
-    existing checkpoint is replaced.
+    `begin` and `complete` are collective. If tensors are copied to `copies`, `write` may run in a
+    thread, and tensors may change after `begin`. After an error, the attempt's files are removed.
+    An existing checkpoint is replaced.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def write_checkpoint(
 
 
 def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Adds rank 0's files to the manifest, flushes all files to disk, and renames the folder."""
+    """Adds rank 0's files to the manifest, flushes all files to disk and renames the folder."""
     files = dict(manifest.files)
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()

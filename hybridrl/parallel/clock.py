@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.parallel.groups import World
 
-PINGS = 16  # Only the fastest ping is used: it waited neither for its turn nor for a core.
+PINGS = 16  # only the fastest is used, which waited for no core
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:

@@ -32,7 +32,7 @@ def num_called() -> int:
 
 
 def latest_calls() -> list[Call]:
-    """Returns unfinished calls and the last one of each group of several ranks, oldest first."""
+    """Returns the unfinished calls and the last call of each group with peers, oldest first."""
     ranks: dict[str, Sequence[int]] = {
         str(group.group_name): even(dist.get_process_group_ranks(group))
         for group in _groups()
@@ -40,7 +40,7 @@ def latest_calls() -> list[Call]:
     }
     latest: list[Call] = []
     for dump in _dumps():
-        # A recorder that has recorded nothing leaves its entries out.
+        # An empty recorder omits the key of its entries.
         latest += calls_of(json.loads(dump(True, False)).get("entries", ()), ranks)
     return latest
 

@@ -42,7 +42,9 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMapping:
-    """Calls the CUDA driver for one device; OutOfMemoryError, or RuntimeError with its code."""
+    """Calls the CUDA driver for one device; raises OutOfMemoryError, or RuntimeError
+    with a code.
+    """
 
     def __init__(self, device: torch.device) -> None:
         torch.zeros(1, device=device)  # creates the CUDA context, and makes it this thread's

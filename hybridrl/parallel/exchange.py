@@ -3,7 +3,7 @@
 Every rank knows which ranks hold which samples, so senders and receivers need no communication.
 Each rank that lacks a sample receives it once. Ranks that have the same sample share the work of
 sending it. Columns stay on the host and are sent over gloo, because NCCL would need device memory
-for each pair of ranks, which an engine leaves none of (docs/adr/0007-sample-exchange.md).
+for each pair of ranks, and an engine leaves none free (docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
@@ -34,8 +34,8 @@ class Route:
         lengths_B: Number of tokens in each sample.
         have_BW, want_BW: Whether each rank has, and wants, each sample's values, (B, W) bool. At
             least one rank must have each wanted sample.
-        rows_H: Samples in this rank's columns, ascending, which may be more than in `have_BW`. If
-            None, they are exactly these.
+        rows_H: Samples in this rank's columns, ascending; there may be more than in `have_BW`. If
+            None, they are those in `have_BW`.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class World:
         sums_on_host: Whether sums and maxima use gloo, so that they do not wait behind an engine's
             kernels on the device.
         stop_signal: Number of the signal that asked some rank to save and stop; 0 if there was no
-            signal. Changes only when all ranks exchange values, alike on all ranks.
+            signal. Changes only when all ranks exchange values, in the same way on all ranks.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class World:
     def count_groups_alike(self) -> None:
         """Sets torch's counter of process groups to the same value on all ranks.
 
-        Groups of only some ranks make it differ, and ranks find each other by names from it.
+        Groups of only some ranks make the counters differ, but ranks find each other by names that
+        contain the counter.
         """
         counted = dist.distributed_c10d._world
         counted.group_count = max(self.gather_objects(counted.group_count))
@@ -238,7 +239,7 @@ class World:
             try:
                 with contained():
                     yield agreement
-            except Exception as caught:  # The error is sent to all ranks below, then raised again.
+            except Exception as caught:  # sent to all ranks below, and then raised again
                 if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know about it
                     raise
                 error = caught

@@ -137,7 +137,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Names the work of its block for heartbeats; `is_unbounded` if it has no timeout."""
+        """Names the work of a `with` block in heartbeats. `is_unbounded`: it has no timeout."""
         self._parts.append(what)
         before = self._within_since
         if is_unbounded:
@@ -336,7 +336,7 @@ class Heartbeat:
         self.verdict = verdict
 
     def _guard(self) -> None:
-        """Ends the process after a verdict, or if the store is silent; in the second thread."""
+        """Ends the process after a verdict or if the store is silent; runs in the second thread."""
         every_s = min(1.0, BEAT_S)
         num_answers, silent = 0, 0
         while not self._ending.wait(every_s):
@@ -402,7 +402,8 @@ def leave() -> None:
 
 
 def is_done_within(work: dist.Work, seconds: float) -> bool:
-    """Waits at most `seconds` for a gloo collective; whether it is done. Raises if it failed.
+    """Waits at most `seconds` for a gloo collective. Returns whether it is done; raises if it
+    failed.
 
     An unfinished collective remains usable.
     """

@@ -19,7 +19,7 @@ class LocalGpu:
 
 
 class Host(NamedTuple):
-    """The GPUs of this host: the one with the least memory, and all names; None if unknown."""
+    """The GPUs of this host: the one with the least memory, and all names; each None if unknown."""
 
     num_gpus: int = 0
     gpu: LocalGpu | None = None

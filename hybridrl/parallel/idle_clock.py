@@ -30,7 +30,7 @@ class IdleClock:
     def look(self, *work: object) -> tuple[float, Sequence[Call]]:
         """Returns the seconds without progress and, after `note_after_s`, the rank's calls.
 
-        `work` are further values that change whenever the rank makes progress.
+        `work` has further values that change whenever the rank makes progress.
         """
         seen = (num_called(), progress.num_rounds(), *work)
         now = time.monotonic()

@@ -40,8 +40,8 @@ _STARTS, _BROADCASTS = itertools.count(), itertools.count()
 def start_process_group(platform: Platform, timeout_s: float) -> None:
     """Joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, if they are set.
 
-    A process group that already exists, because the user's script created it or a Trainer was not
-    closed, is used unchanged. Processes may start up to START_S apart.
+    If a process group already exists, because the user's script created it or a Trainer was not
+    closed, it is used unchanged. Processes may start up to START_S apart.
 
     No device is passed to torch, because torch would then connect every group immediately. Megatron
     and vLLM create dozens of groups but use only a few, and each connected group takes 50 to 100 MB

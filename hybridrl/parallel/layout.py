@@ -32,7 +32,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """A rank's position along expert-tensor, expert and expert-data parallelism, and its stage."""
+    """A rank's expert-tensor, expert and expert-data-parallel ranks, and its pipeline stage."""
 
     etp: int
     ep: int

@@ -106,10 +106,10 @@ class Mesh:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Installs this mesh's groups in Megatron's global variables until it exits.
+        """Installs this mesh's groups in Megatron's global variables during a `with` block.
 
-        Entering is cheap if they are installed. Variables that Megatron changes meanwhile (the
-        current virtual pipeline stage) are installed as changed the next time.
+        Entering is cheap if they are installed. If Megatron changes a variable meanwhile (the
+        current virtual pipeline stage), the changed value is installed the next time.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):
@@ -293,7 +293,7 @@ class Meshes:
 
     @property
     def name(self) -> str:
-        """Text that identifies all meshes' layouts, in which alone random states are restored."""
+        """Text that identifies all meshes' layouts; random states are restored only in these."""
         return ", ".join(
             layout_name(mesh.layout)
             + ("" if mesh.is_whole_world else f" on ranks {shown(mesh.ranks)}")
@@ -343,7 +343,7 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Makes Megatron create groups as if `ranks` were the world, for this rank's place (or -1)."""
+    """Makes Megatron create groups as if `ranks` were the world; `place` is this rank's or None."""
     if len(ranks) == dist.get_world_size():
         yield
         return

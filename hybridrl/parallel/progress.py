@@ -6,7 +6,7 @@ _ROUNDS = [0]
 
 
 def advance() -> None:
-    """Counts a round; two threads at the same time may count only one."""
+    """Counts a round. If two threads call it at the same time, only one round may be counted."""
     _ROUNDS[0] += 1
 
 

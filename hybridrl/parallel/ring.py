@@ -59,7 +59,7 @@ class HostRing:
         files: list[tuple[str, int]] = []
         content: list[torch.Tensor] = []
         scratch = torch.empty(0, dtype=torch.uint8)
-        # Everything that may fail on this rank alone happens before the first byte is sent. Torch
+        # Everything that can fail on only one rank happens before the first byte is sent. Torch
         # raises RuntimeError if a file is missing or memory runs out.
         try:
             if self._sources:
@@ -140,7 +140,7 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 
 
 def _room(file: Path, size: int) -> torch.Tensor:
-    """Maps a file of this size. Reserved first: a full disk would kill a process that writes."""
+    """Maps a file after reserving its space, because a full disk would kill the writing process."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)

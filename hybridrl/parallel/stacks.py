@@ -87,7 +87,7 @@ def _written_calls() -> dict[int, list[FrameSummary]]:
 
 
 def _file_in_memory() -> IO[bytes]:
-    """Opens a file in memory: a pipe could block its writer, as no other thread reads it."""
+    """Opens a file in memory, because a pipe that no thread reads could block its writer."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stacks"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
@@ -102,7 +102,7 @@ def _is_of_python(file: str) -> bool:
 
 
 def position(thread: int, own: str) -> tuple[str, bool, bool]:
-    """Returns a thread's innermost lines, and whether it is in a collective, and compiling.
+    """Returns a thread's innermost lines, whether it is in a collective, and whether it compiles.
 
     Frames in Python's standard library are left out, except for the innermost frame, and so are
     innermost frames of the source file `own`, which only wait or call this function.

@@ -58,7 +58,8 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
     ) -> tuple[list[int], list[int]]:
         """Returns the shapes of the tensors that arrive from the previous and from the next stage.
 
-        Raises RuntimeError for a shape that the receiver does not expect; it would only time out.
+        Raises RuntimeError for a shape that the receiver does not expect; otherwise the receiver
+        would time out.
         """
         check(tensor_send_next, self._sent)
         check(tensor_send_prev, self._sent_back)

@@ -21,7 +21,8 @@ def noted_signals() -> list[signal.Signals]:
 def leave_stop_signals_to_the_rank() -> None:
     """Makes this process continue after stop signals, which reach all processes of a job.
 
-    The rank that started it decides when it ends. Programs do not inherit a handler, as SIG_IGN.
+    The rank that started it decides when it ends. Programs that it starts do not inherit a handler,
+    unlike SIG_IGN.
     """
     for number in noted_signals():
         signal.signal(number, _no_action)

@@ -6,10 +6,10 @@ silent after rank 0 itself was stopped or its host was suspended.
 
 A rank that stops sending heartbeats is lost, unless another rank on its host reports that its
 process runs: it is then blocked in native code, for example while a library loads from a slow disk.
-If a rank is alone on its host, it is lost only after ALONE_FACTOR times as long; its launcher
-notices immediately if the process ends. A rank that sends heartbeats is not lost, however long its
-work takes. While other ranks wait for it, a message names it once a minute. The job ends after
-`run.stall_timeout_s`, if this is set.
+If a rank is alone on its host, it is lost only after ALONE_FACTOR times as long, because its
+launcher notices immediately if the process ends. A rank that sends heartbeats is not lost, however
+long its work takes. While other ranks wait for it, a message names it once a minute. The job ends
+after `run.stall_timeout_s`, if this is set.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Beat:
         found: For each other rank on this host whose process cannot continue, the reason.
         stop_signal: Number of the signal that asked this rank (for rank 0: any rank) to save and
             stop; 0 if none.
-        stop_epoch: How often the rank has forgotten signals; only those of one epoch count.
+        stop_epoch: How often the rank has forgotten signals; signals count only for ranks in the
+            same epoch.
         latest: Unfinished calls and the last call in each group, if the rank makes no progress for
             `idle_s`.
     """
@@ -315,7 +316,7 @@ def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
 
 
 def even(ranks: Sequence[int]) -> Sequence[int]:
-    """Converts evenly spaced ranks to a range, to keep heartbeats short; else unchanged."""
+    """Converts evenly spaced ranks to a range, to keep heartbeats short; keeps other ranks."""
     if not ranks:
         return ranks
     found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1)
