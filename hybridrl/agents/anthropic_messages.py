@@ -1,4 +1,4 @@
-"""Anthropic's messages. Does not import torch."""
+"""Requests and answers of Anthropic's API for messages. Does not import torch."""
 
 from __future__ import annotations
 

@@ -177,7 +177,8 @@ class CommandRunner:
             thread.join(GRACE_S + 2 * POLL_S)
 
     def _run(self, task: AgentTask, done: Callable[[Report], None], stop: threading.Event) -> None:
-        # Reported if an unexpected error ends this thread, so that nobody waits for it forever.
+        # This is reported if an unexpected error ends the thread, so that nobody waits for it
+        # forever.
         report = Report(failure=(f"could not be run for {WHERE}", PROGRAM))
         folder = None
         try:
@@ -254,7 +255,7 @@ class CommandRunner:
 
 
 def _opened(log: Path | None) -> tuple[BinaryIO, bool]:
-    """Opens a new log. Returns it, and whether it is one; otherwise output is dropped."""
+    """Opens a new log, or else the null device; returns the file and whether it is a log."""
     if log is not None:
         with suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)  # may have been removed as too old
@@ -307,7 +308,7 @@ def _content(file: Path) -> bytes:
 
 
 def checked_report(reward: object) -> Report:
-    """Returns a report with a reward of float32's range or None, else a failure."""
+    """Returns a report with the reward, if it is None or within float32's range, or a failure."""
     if reward is None:
         return Report()
     try:

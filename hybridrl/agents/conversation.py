@@ -132,7 +132,7 @@ def _call_identity(call: Mapping[str, Any]) -> list[Any]:
 
 
 def _digest(before: bytes, *texts: str | None) -> bytes:
-    """Returns the digest of texts after `before`. Their lengths keep neighbours apart."""
+    """Returns the digest of texts after `before`; contains their lengths, to separate them."""
     whole = "".join("-" if text is None else f"{len(text)}:{text}" for text in texts)
     content = whole.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(before + content, digest_size=16).digest()

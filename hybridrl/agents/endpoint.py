@@ -130,7 +130,7 @@ class Endpoint:
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     def close(self) -> None:
-        """Stops to listen, and waits for the thread."""
+        """Stops listening, and waits for the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(START_TIMEOUT_S)

@@ -102,7 +102,7 @@ class Match:
 
 
 class Forest:
-    """Finished turns of a session. The caller must not change it from two threads at once.
+    """Finished turns of a session. The caller must not change it from two threads at the same time.
 
     Args:
         max_kept: Number of turns that later requests can continue; None keeps all turns.

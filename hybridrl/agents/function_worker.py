@@ -1,6 +1,6 @@
 """Entry point of a process that calls a user's agent function: reads the function's options, then
 tasks, and writes reports, one JSON object per line. Imports only the standard library and modules
-of hybridrl that need nothing else, because the process may run in an environment of its own.
+of hybridrl that need nothing else, because the process may run in a separate environment.
 
 All calls run concurrently in one event loop. The output of a call goes to its log file as long as
 it writes through `sys.stdout` or `sys.stderr`.
@@ -28,7 +28,7 @@ LOG: contextvars.ContextVar[str | None] = contextvars.ContextVar("LOG", default=
 
 
 class _Output:
-    """Appends text to its call's log, else to `other`. Ignores errors: printing fails no call."""
+    """Appends text to the current call's log, or to `other`; ignores errors."""
 
     def __init__(self, other: TextIO) -> None:
         self._other = other

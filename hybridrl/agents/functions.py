@@ -263,7 +263,7 @@ def _write(process: subprocess.Popen[bytes], lines: Lines) -> None:
 def _kill(process: subprocess.Popen[bytes]) -> str:
     """Kills a process and its group. Returns how it ended, as a verb phrase."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=0.2)  # if it died by itself, its exit code says why
+        process.wait(timeout=0.2)  # if it had died before, its exit code says why
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()

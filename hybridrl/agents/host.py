@@ -110,7 +110,7 @@ class AgentHost:
         self._budgets, self._picker, self._concurrency = budgets, picker, concurrency
         self._status_file, self._status_at = status_file, 0.0
         self._lock = threading.Lock()
-        # By whether they are of evaluations, which go first.
+        # The key says whether they belong to evaluations, which go first.
         self._waiting: dict[bool, deque[Assignment]] = {True: deque(), False: deque()}
         self._running: dict[int, _Running] = {}
         self._finished: list[Finished] = []

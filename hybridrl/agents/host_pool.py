@@ -22,7 +22,7 @@ from hybridrl.rollout.engine import Completion
 # If this many programs request a turn at the same time, the last waits about 60 ms for one process.
 PROGRAMS_PER_PROCESS = 64
 MAX_PROCESSES = 4
-CORES_PER_PROCESS = 4  # the others are for the rank and for the programs
+CORES_PER_PROCESS = 4  # the other cores are for the rank and for the programs
 
 
 class HostPool:

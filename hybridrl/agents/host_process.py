@@ -1,4 +1,4 @@
-"""Runs the host of agents in a process of its own, because a turn takes about 1 ms of Python in the
+"""Runs the host of agents in a separate process, because a turn takes about 1 ms of Python in the
 endpoint, for which an engine step in the same process would wait. Does not import torch.
 
 The rank's loop sends calls without waiting for them, and receives turns and results in `take`. Only
@@ -324,7 +324,7 @@ def main(file: int, parent: int) -> None:
 
 
 class _Reporter:
-    """Sends events, answers and the first error to the rank, on a thread of its own."""
+    """Sends events, answers and the first error to the rank, on a separate thread."""
 
     def __init__(self, host: AgentHost, link: Connection, parent: int) -> None:
         self._host, self._link, self._parent = host, link, parent

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions. Does not import torch."""
+"""Requests and answers of OpenAI's API for chat completions. Does not import torch."""
 
 from __future__ import annotations
 

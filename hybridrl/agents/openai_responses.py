@@ -1,4 +1,4 @@
-"""OpenAI's responses without state: each request has the whole input. Does not import torch."""
+"""OpenAI's API for responses, without state: each request has the whole input. No torch."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ Calls the async function for each task as `agent.function` would, and reports th
 folder, it ends when this contains no address any more; with an address, when it has not answered
 for GIVE_UP_S. Imports only the standard library and modules of hybridrl that need nothing else.
 
-Tasks of evaluations have room of their own, because tasks of training get no turn meanwhile.
-Requests use threads of their own, so that the user's code cannot keep tasks from being alive.
+Tasks of evaluations have separate room, because tasks of training get no turn during an evaluation.
+Requests use separate threads, so that the user's code cannot delay reports that tasks are alive.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Replica:
     the reward or None.
 
     Args:
-        concurrency: Maximum number of tasks of training at the same time, and the same of
-            evaluations.
+        concurrency: Maximum number of training tasks at the same time, and also of evaluation
+            tasks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Replica:
         self._address, self._play, self._options = address, play, dict(options)
         self._concurrency = concurrency
         self._connection = Connection(address)
-        # Until the result is taken: all tasks, and those whose function was called.
+        # Tasks whose result was not taken yet: all, and those whose function was called.
         self._held: dict[str, None] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._keys = itertools.count()

@@ -2,7 +2,7 @@
 
 A row is one path from the first prompt of a conversation to its last turn; branches are several
 rows, which share tokens at the beginning. Invariant: `trained_once` returns rows in which every
-sampled token is trained exactly once, in the earliest that contains it.
+sampled token is trained exactly once, in the earliest row that contains it.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Session:
     def commit(
         self, prepared: Prepared, done: Completion, message: Message | None = None, text: str = ""
     ) -> Turn:
-        """Adds a turn; `message` is the client's. Raises SessionEnded if it ended meanwhile."""
+        """Adds a turn, which the client receives as `message`; SessionEnded if it is too late."""
         with self._lock:
             self._check_open()
             self._limits.note_sampled(len(done.tokens))

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Gone(Exception):
-    """The server refused a request for good, or never answered; the text says why."""
+    """The server refused a request permanently, or never answered; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,11 @@ class Connection:
 
 
 class Heartbeat:
-    """Notes in a thread of its own that tasks are alive.
+    """Reports in a separate thread that tasks are alive.
 
     Attributes:
-        lease_s: Time after which the server gives tasks to others, as tasks say.
+        lease_s: Seconds without a report after which the server gives a task to others, as stated
+            in tasks.
     """
 
     def __init__(

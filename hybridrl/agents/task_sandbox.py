@@ -36,7 +36,7 @@ USUAL_ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home", "LANG": "C
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended; without a code if its time was over. The output may be only its end."""
+    """How a command ended; without a code if its time was over. Long output lacks its beginning."""
 
     code: int | None
     output: str
@@ -67,7 +67,7 @@ class TaskSandbox(Protocol):
 class Bubbles:
     """Runs commands with bubblewrap. A command sees the host's programs (PROGRAMS, and SETTINGS of
     /etc) read-only, its own folders, and none of the host's other files, processes and network. It
-    has no capabilities, also if it runs as root.
+    has no capabilities, even if it runs as root.
 
     Args:
         env: Environment variables, in addition to PATH, HOME and LANG.

@@ -2,9 +2,9 @@
 not import torch.
 
 A program that asks is a *taker*; outside.py is one. The routes belong to the endpoint's server and
-need a token of their own, sent as `Authorization: Bearer TOKEN`. Tasks of evaluations are given
-first, and a taker may ask for one kind only; it must keep room for them, because tasks of training
-get no turn during an evaluation.
+need a separate token, sent as `Authorization: Bearer TOKEN`. Tasks of evaluations are given first.
+A taker may ask for one kind only; it must keep room for tasks of evaluations, because tasks of
+training get no turn during an evaluation.
 
 Handlers run in the endpoint's thread and wait only for tasks, at most MAX_WAIT_S; results are
 passed on in other threads, because they may call the user's code. Another thread ends late tasks.
@@ -92,19 +92,20 @@ class TaskServer:
                 "Choose a longer token, or unset the variable.",
             )
         self._clocks, self._lock = clocks, threading.Lock()
-        # By whether they are of evaluations, which go first.
+        # The key says whether they belong to evaluations, which go first.
         self._waiting: dict[bool, deque[tuple[AgentTask, Done]]] = {True: deque(), False: deque()}
         self._taken: dict[str, _Taken] = {}
-        self._num_lost = Counter[int]()  # by episode
+        self._num_lost = Counter[int]()  # times, by episode
         self._closed = threading.Event()
-        self._heard_at = time.monotonic()  # of a taker, or when no task waited
+        self._heard_at = time.monotonic()  # last news of a taker, or no task waited
         self._has_said = False
         threading.Thread(target=self._watch, name="tasks of agents", daemon=True).start()
 
     def publish(self, url: str) -> None:
         """Writes the address of the endpoint and the token to the file."""
         self._address_file.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced at once, because a program may read the file of an earlier run meanwhile.
+        # Replaced in one operation, because a program may read the file of an earlier run
+        # meanwhile.
         new = self._address_file.with_name(f".{self._address_file.name}")
         new.unlink(missing_ok=True)
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -190,7 +191,7 @@ class TaskServer:
         return web.json_response({})
 
     async def _passed_on(self, taken: _Taken, report: Report) -> None:
-        """Passes a report on in another thread, also if the client goes away meanwhile."""
+        """Passes a report on in another thread, even if the client goes away meanwhile."""
         loop = asyncio.get_running_loop()
         await asyncio.shield(loop.run_in_executor(None, self._finish, taken, report))
 

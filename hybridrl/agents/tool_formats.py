@@ -255,7 +255,7 @@ def named_format(name: str, template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class TurnReader:
-    """Takes texts of turns apart, with known tool calls and `<think>` if the template has them."""
+    """Splits texts of turns into parts; reads tool calls and `<think>` if the template has them."""
 
     tool_format: ToolFormat | None
     has_reasoning: bool = False

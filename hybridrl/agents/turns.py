@@ -82,7 +82,8 @@ class Turns:
             prepared = session.prepare_tokens(asked.tokens, asked.max_tokens)
         else:
             prepared = session.prepare(asked.conversation, asked.max_tokens)
-        # Only now: an entry for a session that has ended would stay forever.
+        # Added only after the checks, because an entry for a session that has ended would stay
+        # forever.
         known = self._known.setdefault(session, _Known())
         task = asyncio.get_running_loop().create_task(self._sampled(session, asked, prepared))
         known.tasks.add(task)

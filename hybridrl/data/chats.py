@@ -95,7 +95,8 @@ def render_chats(
             messages.
         responses: Columns of the responses; each value becomes a Chat.
         bad: Collects rows whose messages the template rejects; these rows are not yielded.
-        may_split: Whether a row may be split into several samples; False with one label for all.
+        may_split: Whether a row may be split into several samples; False if all of its samples
+            would have one label.
     """
     render = None
     for row in rows:
@@ -416,7 +417,7 @@ def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Splits a chat's tokens; by default, the prompt has all before the first learned one."""
+    """Splits a chat's tokens; by default, the prompt is everything before the first learned one."""
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]
     gaps = [

@@ -86,7 +86,7 @@ def encoded_rows(
     Args:
         rows: Rows with texts, or with Chats as responses.
         names, limits: Columns of the prompt and of the responses, with the most tokens of each.
-        ends: End tokens; a response that ends with none of them receives the tokenizer's.
+        ends: End tokens; a response that ends with none of them receives the tokenizer's end token.
         adds_special: Whether prompts that no template rendered get leading special tokens.
         bad: Collects rows in which a text has no tokens; these rows are not yielded.
     """

@@ -104,7 +104,8 @@ def set_rows(
     section: EvalSetConfig, data: DataConfig, reads_images: bool = False
 ) -> Iterator[dict[str, object]]:
     """Yields each row of an evaluation set as `prompt`, `answer` and its other columns; `data` has
-    the column names of the form `prompts`. Raises DataError for the first row without the form.
+    the column names of the form `prompts`. Raises DataError for the first row that does not have
+    the form.
     """
     paths, is_own = section.path or (), section.form == "prompts"
     rows = (

@@ -1,9 +1,9 @@
 """Finds the images of a row, and places them among the tokens of its prompt. Does not import torch.
 
 A row names its images in the columns `images`, `image` or `image_1`, `image_2`, ..., or in parts of
-its messages. Marks in the text, `<image>` or `<image 2>`, and parts without an image of their own
-say where the images of the columns stand. Images without a mark stand at the start of the first
-message of the user.
+its messages. Marks in the text, `<image>` or `<image 2>`, and message parts that contain no image
+themselves, say where the images of the columns are placed. Images without a mark are placed at the
+start of the first message of the user.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Image = bytes | str
 
 
 class Decides(Protocol):
-    """What gives images their tokens."""
+    """Turns the bytes of an image into the content of a prompt."""
 
     def content(self, data: bytes) -> Content: ...
 
@@ -122,8 +122,8 @@ class Found(NamedTuple):
 
 
 def images_of(row: Row, columns: Mapping[str, object], with_numbers: bool = True) -> Found:
-    """Separates a row's images from its other columns, also from columns such as image_1
-    (`with_numbers`). Raises BadRowError if a value is not an image.
+    """Separates a row's images from its other columns. Reads columns such as image_1 only with
+    `with_numbers`. Raises BadRowError if a value is not an image.
     """
     images: list[Image] = []
     numbers: dict[int, int] = {}
@@ -221,7 +221,7 @@ def _check_size(row: Row, name: str, num_bytes: int) -> None:
 
 
 def folder_of(row: Row) -> Path:
-    """Returns the folder of relative paths: the row's file's, else the working directory."""
+    """Returns the folder of relative paths: that of the row's file, or the working directory."""
     source = Path(row.place.rpartition(":")[0])
     return source.parent if source.is_file() else source if source.is_dir() else Path.cwd()
 
@@ -317,7 +317,7 @@ def _has_image(message: Message) -> bool:
 def _in_messages(
     row: Row, messages: list[Message], take: Callable[[str | None], None], found: Found
 ) -> tuple[list[Message], list[Image | None]]:
-    """Returns messages with a part for each image, and the images; None for one of a column."""
+    """Returns messages with a part for each image, and the images; None for those in columns."""
     owned: list[Image | None] = []
     made: list[Message] = []
     for message in messages:
@@ -377,7 +377,7 @@ def _text(text: str) -> list[dict[str, str]]:
 
 
 def refuse_images(row: Row) -> DataError:
-    """Returns the error for images that the model cannot read: without them the task is another."""
+    """Returns the error for images that the model cannot read; the task needs them."""
     got = f"{len(row.images)} images" if len(row.images) > 1 else "an image"
     allowed = "rows of text, because the model reads no images"
     remedy = "Remove such rows, or choose a model with a vision tower (docs/guides/images.md)."

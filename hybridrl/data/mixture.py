@@ -20,7 +20,7 @@ from hybridrl.errors import DataError
 
 
 class MixedPrompts(PromptSource):
-    """Supplies prompts from several sources, each with epochs of its own, in proportion to the
+    """Supplies prompts from several sources, each with separate epochs, in proportion to the
     weights.
 
     The next prompt always comes from the source that is furthest behind its share (Webster's
@@ -79,7 +79,7 @@ class MixedPrompts(PromptSource):
 
 
 def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
-    """Creates the source of prompts. Raises DataError if all of a weighted source are too long."""
+    """Creates the source of prompts. DataError if all prompts of a weighted source are too long."""
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
     # `sources` is in ascending order, so the prompts of each source are contiguous.
@@ -99,10 +99,10 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Splits prompts into a training part and a held-out part.
 
-    A prompt's tokens and images decide, so equal prompts stay together, and further rows move no
-    prompt. All samples of one chat go to the same part. If a small share would leave a part empty,
-    it gets the prompt nearest to the limit. Raises DataError if all prompts are equal, or come from
-    one chat.
+    A prompt's tokens and images decide, so equal prompts stay together, and added rows move no
+    other prompt. All samples of one chat go to the same part. If a small share would leave a part
+    empty, that part gets the prompt nearest to the limit. Raises DataError if all prompts are
+    equal, or come from one chat.
     """
     numbers, values = shares(loaded.prompts)
     # The samples of a chat share one number and are contiguous; the first sample decides.

@@ -231,7 +231,7 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds, or [] if an earlier run checked these rows so."""
+    """Returns the errors that `check` finds; [] if an earlier run checked the rows in this way."""
     folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
         with suppress(OSError):  # the file system may be read-only

@@ -89,7 +89,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """Prompts and the number of each prompt's source, ascending, with rows left out or changed."""
+    """Prompts, the source numbers (ascending), and counts of rows left out or changed."""
 
     prompts: Sequence[Prompt]
     sources: NDArray[np.int32]
@@ -149,8 +149,7 @@ class Reading:
 
         Yields:
             Each prompt with the number of its source. `prompt_id` is the number of the row across
-                all
-            files, kept or not. `columns` has the row's other columns, and the values of
+            all files, counting all rows. `columns` has the row's other columns, and the values of
             `config.answer_key` and `config.label_key` also as "answer" and "label".
         """
         bad, good = BadRows(self.config.on_bad_row), set[int]()
@@ -314,7 +313,7 @@ def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
 
 
 class PromptSource:
-    """Endless supply of at least 1 prompt; each epoch has an order of its seed and number."""
+    """Endless supply of at least 1 prompt. The seed and an epoch's number determine its order."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
@@ -348,7 +347,7 @@ class PromptSource:
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues from `state`. Raises DataError if prompts or seed were others."""
+        """Continues from `state`. Raises DataError if the prompts or the seed were different."""
         self._check(state)
         self._epoch = saved_count(state, "epoch")
         self._index = saved_count(state, "index", len(self._prompts))
@@ -384,7 +383,7 @@ class PromptSource:
 
 
 def saved_count(state: Mapping[str, int | str], key: str, most: int | None = None) -> int:
-    """Returns a count of a saved position. Raises DataError if it is none, or exceeds `most`."""
+    """Returns a count in a saved position. Raises DataError if it is no count or exceeds `most`."""
     value = state.get(key)
     if type(value) is int and value >= 0 and (most is None or value <= most):
         return value

@@ -2,7 +2,7 @@
 
 A line that is not a JSON object, or a data set that cannot be decoded, always stops the run. A row
 that can be read but not used is a bad row (`BadRows`). The command line reads every file before
-ranks start, unless the same content was checked earlier, and one rank of each node once more.
+ranks start, unless the same content was checked earlier. Then one rank of each node reads it again.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class BadRows:
             named.append(error)
 
     def check(self, good: Collection[int], min_rows: int = 1) -> None:
-        """Raises one DataError for all bad rows if they stop the run, or a source has only these:
-        `min_rows` of them, and none in `good`.
+        """Raises one DataError for all bad rows if they stop the run, or if a source has only bad
+        rows: at least `min_rows`, and no entry in `good`.
         """
         for source, num in self._nums.items():
             if source not in good and num >= min_rows:

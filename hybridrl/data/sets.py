@@ -129,7 +129,7 @@ def _without_decoding(loaded: Any, datasets: Any) -> Any:
             return {name: raw(part) for name, part in feature.items()}
         if isinstance(feature, list):
             return [raw(part) for part in feature]
-        inner = getattr(feature, "feature", None)  # of lists
+        inner = getattr(feature, "feature", None)  # element type of a list
         return feature if inner is None else type(feature)(raw(inner))
 
     for name, feature in loaded.features.items():
@@ -156,8 +156,9 @@ def _hub_set(name: str, datasets: Any) -> Any:
 
 
 def _cached(name: HubName, commit: str, other: Any) -> Any:
-    """Returns the cached builder for this commit, or raises DataError. If datasets (5.2) cannot
-    read from the hub, it uses the newest commit in its cache, for which `other` is.
+    """Returns the cached builder for this commit; DataError if there is none. `other` is the
+    builder for the newest commit in the cache, which datasets (5.2) uses if it cannot read from the
+    hub.
     """
     prepared = Path(other.cache_dir).parents[1]  # contains the folders VERSION/COMMIT
     folder = next(iter(sorted(prepared.glob(f"*/{commit}"))), None)

@@ -65,7 +65,7 @@ class TextTokens:
         return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
 
     def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
-        """Returns tokens and character offsets. Raises NotImplementedError if slow."""
+        """Returns tokens and character offsets. Raises NotImplementedError for slow tokenizers."""
         return self._tokens_and_offsets([text], is_continued)[0]
 
     def _tokens_and_offsets(
@@ -91,7 +91,7 @@ class TextTokens:
 
 
 def _without_first_space(tokenizer: Any) -> Any:
-    """Returns a fast tokenizer's backend without its first space; None if none or unknown."""
+    """Returns a fast tokenizer's backend without its first space; None if no space is known."""
     backend: Any = getattr(tokenizer, "_tokenizer", None)  # only fast tokenizers have it
     if not hasattr(backend, "to_str"):
         return None
@@ -106,7 +106,7 @@ def _without_first_space(tokenizer: Any) -> Any:
 
 
 def _drop_first_space(content: dict[str, Any]) -> bool:
-    """Changes the content of a tokenizer.json to insert no first space; whether it changed."""
+    """Changes a tokenizer.json's content to insert no first space; returns whether it changed."""
     changed = False
     for key, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         section = content.get(key) or {}

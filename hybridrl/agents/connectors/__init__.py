@@ -1,4 +1,4 @@
-"""Agents of other projects' environments, tools and task folders.
+"""Agents that use other projects' environments, tools and task folders.
 
 Each module has an async function `play`, which `agent.function` names. It runs in a worker process,
 in the Python environment that `agent.python` names, so its packages never meet those of the run.

@@ -24,7 +24,7 @@ from hybridrl.agents.tasks import AgentTask
 from hybridrl.config.own_code import imported
 
 WORKDIR, TESTS, LOGS = "/app", "/tests", "/logs"
-TIMEOUT_S = 600.0  # of all commands of the agent, and of the tests, if task.toml says nothing
+TIMEOUT_S = 600.0  # for all commands of the agent, and for the tests, unless task.toml sets it
 MAX_SEEN = 10_000  # characters of a command's output that the model sees
 SHELL = {
     "type": "function",
@@ -64,7 +64,7 @@ class TaskFolder:
         return TaskFolder(folder, text, settings)
 
     def timeout_s(self, section: str) -> float:
-        """Returns the seconds of section `agent` or `verifier`, without the model's turns."""
+        """Returns the time limit of section `agent` or `verifier`, excluding the model's turns."""
         return float(self.settings.get(section, {}).get("timeout_sec", TIMEOUT_S))
 
 

@@ -1,6 +1,6 @@
 """Plays environments behind a server of OpenEnv 0.10 (package `openenv`).
 
-The server runs anywhere: in a container, or in a Python environment of its own. Observations become
+The server runs anywhere: in a container, or in a separate Python environment. Observations become
 messages of the user, turns of the model become actions, and the reward is the sum of the rewards of
 all steps.
 """

@@ -40,7 +40,7 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Facts about one GPU. None: ECC errors that are not counted, a rate that is not measured."""
+    """Facts about a GPU; None for ECC errors that are not counted or a rate not measured."""
 
     index: int
     name: str
@@ -152,8 +152,8 @@ def meet(
 ) -> dict[str, Any]:
     """Checks which nodes' files are visible in the run folder, and measures links.
 
-    `names` are the nodes that could write to the folder, `rank` the number of this one.
-    `has_links`, whether to measure, must be the same on all nodes; the first has the store.
+    `names` are the nodes that could write to the folder, `rank` the number of this one. `has_links`
+    says whether to measure; it must be the same on all nodes. The first node has the store.
     """
     files = {name: _file(folder, token, name) for name in names}
     deadline = time.monotonic() + SEEN_S

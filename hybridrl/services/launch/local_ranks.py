@@ -209,7 +209,7 @@ def run_ranks(
     copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
     host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # After a signal, only a rank that could not save reports an error. None was killed yet.
+    # After a signal, only a rank that could not save reports an error. No rank was killed yet.
     blamable = [
         rank.index
         for rank in culprits
@@ -280,8 +280,8 @@ def launch_run(
 ) -> int:
     """Locks a run folder and runs its ranks with `start`, or else `launch`.
 
-    A new run that ends before its first step by a user's mistake leaves only its logs, so that the
-    next start may use another config.
+    A new run that ends before its first step because of a user's mistake leaves only its logs, so
+    that the next start may use another config.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -450,8 +450,8 @@ def _is_one_killed(failed: Sequence[_Rank]) -> bool:
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
     """Ends all ranks and their child processes. Returns exit codes by rank.
 
-    After a failure, other ranks write their stacks first. Ranks that are suspended or were asked to
-    end before get SIGKILL, and all if one was killed.
+    After a failure, other ranks write their stacks first. Ranks that are suspended, or were already
+    asked to end, get SIGKILL. If one rank was killed, all get it.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def fits(self) -> Callable[[int], bool] | None:
-        """Whether a given number of ranks can train, as a function. None if restarts are off."""
+        """Function that returns whether a number of ranks can train; None if restarts are off."""
         if not self.config.run.max_restarts:
             return None
         return lambda size: fits_on(self.config, size)

@@ -34,7 +34,7 @@ class FullestRank:
     """Models (the policy first) and engine parameters on the fullest rank.
 
     `engine` counts FP8 weights and scales as elements of the model's type with as many bytes.
-    `shared` are in the trainer's memory, `synced` changed by each sync.
+    `shared` elements are in the trainer's memory, and each sync changes `synced` elements.
     """
 
     models: Sequence[HeldModel]
@@ -51,7 +51,7 @@ def layout_of(config: Config, world_size: int) -> TrainLayout:
 
 
 def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed", "peer"]:
-    """Returns the transport of `rollout.transport`, if a node's GPUs can read each other."""
+    """Returns the transport that a run chooses if a node's GPUs can read each other."""
     far = assumed is None or assumed.cluster.nodes > 1
     wanted = config.rollout.transport
     is_packed = config.lora.is_on and wanted == "auto"

@@ -173,8 +173,8 @@ def needs_choice(config: Config, world_size: int, has_gpus: bool) -> bool:
 def _with_level(config: Config, world_size: int, host: Host, given: ClusterFile | None) -> Config:
     """Sets the fastest level that fits, or the smallest, if the level is 'auto'.
 
-    'auto' stays, and means 'device', without GPUs, if some roles have their own ranks, and if rules
-    are violated, which is reported elsewhere. A run gets no faster level than it had.
+    'auto' stays, and means 'device', if there are no GPUs, if some roles have their own ranks, or
+    if rules are violated (reported elsewhere). A run gets no faster level than it had before.
     """
     levels = allowed_levels(config)
     if config.train.optimizer_memory != "auto" or levels[-1] == "device":

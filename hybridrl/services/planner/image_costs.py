@@ -12,8 +12,9 @@ from hybridrl.models.vision.shape import GATE_UP, VisionShape
 # hidden size and of the size of the feed-forward product: for plain and for gated feed-forward
 # layers. Counted with torch's hooks for saved tensors, for Qwen3-VL-4B and Qwen2.5-VL-7B.
 STORED, STORED_GATED = (11, 2), (15, 4)
-# Elements of a block's temporary tensors, likewise, and bytes that it reads and writes for each
-# patch, 4 of them for each number of the rotary positions, which are computed in fp32.
+# Elements of a block's temporary tensors, as the same multiples, and bytes that the block reads and
+# writes for each patch. Rotary positions, which are computed in fp32, take 4 of these bytes per
+# number.
 SCRATCH_HIDDEN, SCRATCH_PRODUCT = 12, 2
 TRAFFIC_HIDDEN, TRAFFIC_PRODUCT = 150, 12
 # Engines compute at most as many tokens of images at the same time, or one larger image.
@@ -21,7 +22,7 @@ ENGINE_TOKENS = 4096
 
 
 class TowerWork(NamedTuple):
-    """FLOPs of products and attention in a tower's forward passes; bytes that others move."""
+    """FLOPs of products and attention in a tower's forward passes; bytes of other operations."""
 
     flops: float = 0.0
     traffic: float = 0.0

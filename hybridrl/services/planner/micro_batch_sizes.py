@@ -28,7 +28,7 @@ KEPT = 4096  # number of cached packings; a search uses a few hundred
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean lengths of prompts and responses, and that of the longest response, in tokens."""
+    """Mean lengths of prompts and responses, and the longest response's length, in tokens."""
 
     prompt: int
     response: int

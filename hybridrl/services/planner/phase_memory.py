@@ -137,8 +137,8 @@ class RoleModel:
     Args:
         head: Head that is assumed when parameters are counted; a critic counts as the policy.
         freeze: Parts that stay frozen although the model is trained.
-        own: Family of only the weights that differ from the policy's frozen weights; the others
-            need no memory in the policy's place. None if no weights are shared.
+        own: Family of only the weights that differ from the policy's frozen weights; where the
+            policy is, the others need no memory. None if no weights are shared.
     """
 
     role: str
@@ -192,7 +192,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model, and the most (trained) parameters on a rank; equal places share process groups."""
+    """A model with the most parameters, and trained ones, on any rank, and its process groups."""
 
     model: RoleModel
     place: Place
@@ -428,7 +428,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     and sequence parallelism shard all of these. A mixture of experts stores the feed-forward values
     for each of a token's experts, and the inputs and outputs that ranks exchange. A recurrent
     module's values replace attention's. Tokens count as evenly distributed over experts, and all
-    layers as mixtures. Of a frozen model, only one layer's values are in memory at a time.
+    layers as mixtures. In a frozen model, only one layer's values are in memory at a time.
 
     The last stage also stores a trained layer for multi-token prediction, never recomputed: a layer
     with attention, its two inputs before and after their norms joined (5 hidden sizes), and the
@@ -513,7 +513,7 @@ def fullest(layouts: Sequence[RankLayout]) -> Elements:
 
 
 def layout_bytes(layout: RankLayout, itemsize: int) -> int:
-    """Returns the bytes of a layout's tensors; `itemsize` is of weights without an own size."""
+    """Returns the bytes of a layout's tensors; `itemsize` is for weights without a fixed size."""
     sizes = element_sizes(layout)
     return sum(sizes.get(name, itemsize) * prod(size) for name, size in layout.shapes.items())
 

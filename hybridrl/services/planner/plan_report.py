@@ -88,7 +88,7 @@ ADDED = (
 def plan_report(
     config: Config, world_size: int, given: ClusterFile | None = None, host: Host | None = None
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations, with which all other values in it are None."""
+    """Returns the report and any violations; if there are any, its other values are None."""
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
     given = merged(config.cluster, given)
@@ -227,7 +227,7 @@ def _quantization_note(
     assumed: Assumptions,
     found: Estimate,
 ) -> str | None:
-    """Returns advice on `rollout.quantization`; None if it is the faster value or FP8 cannot be."""
+    """Returns advice on `rollout.quantization`, unless its value is faster or FP8 impossible."""
     needs, is_on = config.algorithm.needs, config.rollout.quantization == "fp8"
     if (needs and not needs.rollouts) or not ENGINES[config.rollout.engine].quantizes:
         return None
@@ -270,7 +270,7 @@ def _memories(
 def _lora(
     config: Config, roles: Sequence[RoleModel], laid: Placed, itemsize: int, node: int
 ) -> dict[str, Any] | None:
-    """Returns what is particular to a run with adapters; None if it has none.
+    """Returns the report's part about adapters; None if the run has none.
 
     `sync_bytes` is what a replica of the engine receives at each sync; other weights are received
     once (`once_receive_bytes` by rank). `roles` says for each other model whether it uses the

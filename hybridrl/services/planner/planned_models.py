@@ -1,4 +1,4 @@
-"""Finds the models that a configuration needs, also for a user's own algorithm. No torch."""
+"""Finds the models that a configuration needs, even with a user's own algorithm. No torch."""
 
 from __future__ import annotations
 

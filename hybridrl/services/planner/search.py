@@ -78,7 +78,7 @@ def pinned_keys(config: Config) -> set[str]:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches layouts in which all models share all ranks. Keys that the config sets stay."""
+    """Searches layouts in which all models share all ranks; keeps keys that the config sets."""
 
     config: Config
     models: Sequence[RoleModel]

@@ -1,4 +1,4 @@
-"""Creates the report of `hybridrl plan --search`: the best layouts, and why not others."""
+"""Creates the report of `hybridrl plan --search`: the best layouts, and why others are not."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _beside(gpu_s: float, host_s: float) -> float:
 
 
 def giving_back_s(share: float) -> float:
-    """Returns a step's extra seconds if phases share `share` of GPU memory and may free theirs."""
+    """Returns the extra seconds per step if both phases together need `share` of a GPU's memory."""
     chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
     return GIVING_BACK_S * min(1.0, max(0.0, chance))
 
@@ -177,7 +177,7 @@ def adam_s(level: OptimizerLevel, num_updated: int, assumed: Assumptions) -> flo
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Predicts passes over micro-batches, with `head_size` outputs and a token's adapters."""
+    """Predicts passes over micro-batches; `adapter_params` is the number of them per token."""
 
     shape: ModelShape
     layout: TrainLayout
@@ -225,7 +225,9 @@ class PassTimes:
         return gathered_s + flops / self._matrix_rate
 
     def _passes_s(self, found: Packs, factor: float, host_s: float, of_tower: float = 1.0) -> float:
-        """`factor`, `of_tower`: costs as multiples of forward passes; `host_s`: of one layer."""
+        """Takes costs in forward passes (`factor`, `of_tower`) and a layer's host
+        time (`host_s`).
+        """
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
         largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # stage's share
@@ -246,8 +248,8 @@ class PassTimes:
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _mtp_s(self, found: Packs) -> float:
-        """The layer for multi-token prediction is never recomputed; its head has no weight
-        gradient. Not measured.
+        """Returns the time of the layer for multi-token prediction, which is never recomputed and
+        whose head has no weight gradient. Not measured.
         """
         layer = replace(self, shape=mtp_layer(self.shape))
         joined = 2.0 * input_params(self.shape) * found.tokens
@@ -258,7 +260,7 @@ class PassTimes:
         return _beside(gpu_s, host_s)
 
     def _tower_s(self, work: TowerWork) -> float:
-        """Every rank of the first stage computes all images."""
+        """Returns the tower's time; every rank of the first stage computes all images."""
         return work.flops / (TOWER_SHARE * self._matrix_rate) + work.traffic / self._memory_rate
 
     def _layers_s(self, found: Packs) -> float:
@@ -444,7 +446,7 @@ def step_times(
 
 
 def engine_note(config: Config) -> str | None:
-    """Returns a note if no constants were fitted to such runs with an engine or adapters."""
+    """Returns a note if no constants were fitted to this engine or to runs with adapters."""
     engine, notes = config.rollout.engine, []
     if not ENGINES[engine].has_fitted_times and _has_rollouts(config):
         fitted = " and ".join(name for name, traits in ENGINES.items() if traits.has_fitted_times)

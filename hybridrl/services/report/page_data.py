@@ -178,7 +178,7 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
 
 
 def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each dump, the newest first, has an equal share of the bytes, and passes on the rest."""
+    """Returns images; each dump, newest first, may use an equal share of the remaining bytes."""
     found: dict[str, str] = {}
     room, dumps = MOST_IMAGE_BYTES, _names_by_step(samples)
     for number, step in enumerate(sorted(dumps, reverse=True)):
@@ -205,7 +205,7 @@ def _names_by_step(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]
 
 
 def _read_small(file: Path, most: int) -> bytes | None:
-    """Returns a regular file's content; None for more than `most` bytes, or another's pipe."""
+    """Returns a file's content; None if it is longer than `most` bytes or not a regular file."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             return None

@@ -7,9 +7,9 @@ root, each with its own process namespace and limits, no privileges, and the sys
 syscalls.py: the program, and its tests if any (judge.py), which call it through two pipes.
 
 When process 1 of a namespace ends, the kernel kills all its processes. Process 1 dies with the
-outer process, and that with its parent, so neither daemons nor fork bombs survive. bubblewrap would
-replace only `_build_root` and `_enter_namespaces` (docs/adr/0008). Linux 5.12, or 5.14 without
-root.
+outer process, which dies with its parent, so neither daemons nor fork bombs survive. bubblewrap
+would replace only `_build_root` and `_enter_namespaces` (docs/adr/0008). Linux 5.12, or 5.14
+without root.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _start(
 ) -> int:
     """Starts a role as process 1 of a new namespace. Returns the id of the process that waits.
 
-    Both close the descriptors of the `others`, which sees no end of file while they are open.
+    Both close the descriptors of the other role (`others`), which would see no end of file while
+    they are open here.
     """
     waiting = os.fork()
     if waiting:

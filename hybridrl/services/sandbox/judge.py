@@ -164,7 +164,7 @@ class Judge(Peer):
     def _call_and_track(
         self, before: int | None, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls a function; a result that is new (number >= `before`) is of the tests' making."""
+        """Calls a function; a new result (number >= `before`) counts as made by the tests."""
         were = set(self._direct)
         new = self.ask(function, *args, **kwargs)
         number = self._numbers.get(id(new))
