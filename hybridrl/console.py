@@ -31,7 +31,7 @@ RETRY_S = 0.01
 
 
 class ConsoleFile(io.FileIO):
-    """Descriptor 1 or 2, which stays open, as a file whose writes never fail."""
+    """A file whose writes never fail, for descriptor 1 or 2, which stays open."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -113,7 +113,7 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 
 def protect(*descriptors: int) -> None:
-    """Replaces stdout, stderr or both with streams that never fail, unless they are no console.
+    """Replaces stdout, stderr or both with streams that never fail, if they are unprotected.
 
     Omit STDOUT if a command prints its result there, because losing it must be an error.
     """
@@ -128,7 +128,7 @@ def protect(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def protected() -> Iterator[None]:
-    """Context manager: protects stdout and stderr of a user's program until it exits."""
+    """Context manager: protects stdout and stderr of a user's program during a block."""
     before = {name: (getattr(sys, name), getattr(sys, f"__{name}__")) for name in NAMES.values()}
     protect(STDOUT, STDERR)
     made = {name: getattr(sys, name) for name in NAMES.values()}
@@ -143,7 +143,7 @@ def protected() -> Iterator[None]:
 
 
 def _is_of_console(stream: Any, descriptor: int) -> bool:
-    """Whether a stream is unprotected and of the descriptor, or None as that was closed."""
+    """Whether a stream writes to the descriptor unprotected; None counts, for a closed one."""
     if stream is None:
         return True
     if type(stream) is not io.TextIOWrapper:
@@ -173,7 +173,7 @@ def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
 
 
 def _open_closed() -> None:
-    """Opens descriptors 0 to 2 if they were closed: files would receive the numbers, and output."""
+    """Opens descriptors 0 to 2 if they were closed, so that no file gets their output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
     os.close(number)

@@ -2,12 +2,13 @@
 
 Owns the choice of device and backend, and all code that makes megatron-core 0.16 run without CUDA.
 On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapts it: its current
-device is the CPU; in modules that use CUDA literals in every micro-batch, factories of `torch`
-ignore them; other literals are rewritten inside `Platform.megatron_phase`, which must surround
-model building, optimizer steps and checkpoints, but not rollout, because its function mode slows
-down every operation. Random numbers come from the CPU generator, expert counts are numpy arrays,
-unequal parts are padded, and gathers are synchronous. `torch.cuda.Stream` becomes a class, which
-vLLM subclasses. Two fixes are also needed on GPU hosts without transformer-engine and apex.
+device is the CPU; in modules that use CUDA literals in every micro-batch, `torch`'s factory
+functions ignore these literals; other literals are rewritten inside `Platform.megatron_phase`,
+which must surround model building, optimizer steps and checkpoints, but not rollout, because its
+function mode slows down every operation. Random numbers come from the CPU generator, expert counts
+are numpy arrays, unequal parts are padded, and gathers are synchronous. `torch.cuda.Stream` becomes
+a class, which vLLM subclasses. Two fixes are also needed on GPU hosts without transformer-engine
+and apex.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Platform:
             yield
 
     def seed(self, seed: int) -> None:
-        """Seeds torch and Megatron's generators; a rank without the policy uses the first ones."""
+        """Seeds torch's and Megatron's generators, without a policy as on its first rank."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

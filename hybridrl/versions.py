@@ -1,8 +1,8 @@
 """Decides which installed versions of a package a run accepts. No torch.
 
 hybridrl uses private parts of its engines (docs/reference/private_parts.md), which may change in
-any version. Versions that are too old or known not to work are refused; other untested ones start
-with a notice, and comparing engine and trainer at the start protects the results.
+any version. Versions that are too old or known not to work are refused. Other untested versions
+start with a notice; the comparison of engine and trainer at the start then protects the results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tested_numbers(tested: Iterable[str], name: str) -> tuple[str, ...]:
 
 
 MEGATRON = Support("0.16.1", ("0.16.1", "0.19.2"))
-# megatron-core 0.16.1 names versions of transformer-engine below 2.12, 0.19.2 none.
+# megatron-core 0.16.1 requires transformer-engine below 2.12; 0.19.2 has no limit.
 TRANSFORMER_ENGINE = Support("2.11", ("2.11.0",))
 
 

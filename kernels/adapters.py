@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 MOST_PROJECTIONS = 3
-LEAST_RANK = 16  # of a tensor core's product; smaller ranks are padded in registers
+LEAST_RANK = 16  # least size of a tensor core's product; smaller ranks are padded in registers
 LARGEST_RANK_BLOCK = 64
 TOKENS_OF_LARGE_BATCH = 256
 
@@ -76,7 +76,7 @@ def _add_up(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A program adds to a tile of one projection's outputs."""
+    """Each program adds to one tile of one projection's outputs."""
     tile = tl.program_id(0)
     b_ptr, size, first, place = b0_ptr, size0, 0, tile
     if tile >= end0:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 BLOCK_T, BLOCK_C = 32, 128
-TOKENS_PER_SUM = 256  # that share one partial sum of the weights' gradient
+TOKENS_PER_SUM = 256  # tokens per partial sum of the weights' gradient
 
 
 class Spans(NamedTuple):

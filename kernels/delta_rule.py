@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-SIZES = (16, 32, 64, 128, 256)  # of heads
+SIZES = (16, 32, 64, 128, 256)  # sizes of heads
 # Values that one program of the recurrence holds: its state has to stay in registers.
 STATE_BLOCK = {16: 16, 32: 32, 64: 64, 128: 32, 256: 16}
-BLOCK = 64  # of keys or values elsewhere
+BLOCK = 64  # block of keys or values elsewhere
 
 
 class Chunks(NamedTuple):
@@ -393,7 +393,7 @@ def _times(one, other):  # type: ignore[no-untyped-def]
 def _inverses(system_ptr, inverse_ptr, G):  # type: ignore[no-untyped-def]
     """Writes T = (I + A)^-1 of a chunk and head, in blocks of 16 x 16 and fp32.
 
-    Keys that are alike make powers of A large, so a series of powers would not be accurate.
+    Similar keys make powers of A large, so a series of powers would not be accurate.
     """
     place = (tl.program_id(0) * G + tl.program_id(1)).to(tl.int64) * 4096
     a, t = system_ptr + place, inverse_ptr + place
@@ -730,8 +730,8 @@ def _of_keys(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Writes gradients of queries, of W, and the part of those of keys and decays that does not
-    come from W and U, for a chunk, head and block of keys.
+    """Writes, for a chunk, head and block of keys, the gradients of queries and of W, and that part
+    of the gradients of keys and decays that does not come from W and U.
     """
     block, c, g = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length = tl.load(start_ptr + c).to(tl.int64), tl.load(length_ptr + c)

@@ -25,10 +25,10 @@ from hybridrl.kernels.reference import BLOCK
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_TOKENS = 128
-MIN_TOKENS_BLOCK = 16  # of a tensor core's product
+MIN_TOKENS_BLOCK = 16  # least size of a tensor core's product
 MAX_SUMS = 2 * 2 * 128 * MAX_TOKENS  # stored sums per multiprocessor
 MAX_TILES = 1 << 16
-ALIGNED = 16  # bytes, of addresses and rows that the memory accelerator copies
+ALIGNED = 16  # bytes; for addresses and rows that the memory accelerator copies
 BIAS = tl.constexpr(2.0**120)  # exponents are stored plus 127 in bf16, and plus 7 in FP8
 
 
@@ -222,8 +222,8 @@ def _product(  # type: ignore[no-untyped-def]  # Triton's types are not Python's
             x = tl.load(xs + block * BK, mask=is_token[:, None], other=0.0)
         scale_row = (tile * BN + row) // 128
         scale = tl.load(scale_ptr + scale_row * (K // 128) + block * BK // 128)
-        # The product of a block is a sum of its own. Added to the others by tensor cores, every
-        # 16 columns would be widened after the product of the 16 before them.
+        # The product of a block is a separate sum. If tensor cores added it to the other sums,
+        # every 16 columns would be widened only after the product of the 16 before them.
         if not IS_NATIVE:
             w = _widen_plainly(codes, BIAS)
             x = x.to(tl.float32)

@@ -33,7 +33,7 @@ class OnlineDpo(Dpo):
         return uniform_groups(batch.reward_B, batch.group_B)
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the samples in pairs, ascending; only the first sample without pairs."""
+        """Returns the samples in pairs, ascending; if there are no pairs, only the first sample."""
         is_excluded_B = self.uninformative(batch).numpy()
         reward_B, group_B = batch.reward_B.numpy(), batch.group_B.numpy()
         found = []

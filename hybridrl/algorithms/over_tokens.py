@@ -100,7 +100,7 @@ class _Candidates(NamedTuple):
         return found
 
     def marks(self) -> _Candidates:
-        """Returns up to NUM_MARKS evenly spaced candidates, each with the count since the last."""
+        """Returns up to NUM_MARKS evenly spaced candidates, with numbers since the previous one."""
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))
 
@@ -111,7 +111,7 @@ def _concatenated(parts: Sequence[_Candidates]) -> _Candidates:
 
 
 def _bound(marks: Sequence[_Candidates], count: int) -> tuple[Any, Any]:
-    """Returns sort keys that at least `count` candidates, or all, on all ranks do not exceed."""
+    """Returns sort keys that at least `count` candidates of all ranks, or all, do not exceed."""
     found = _concatenated(marks)
     found = found.first(len(found.order_N))
     if found.counts_N is None or not len(found.counts_N):

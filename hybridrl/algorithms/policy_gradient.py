@@ -344,7 +344,7 @@ def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
-    """Returns KL(policy, reference), or KL(old, policy) without a reference, by k3."""
+    """Estimates KL(policy, reference), or KL(old, policy) without a reference, with k3."""
     if reference_S is not None:
         return kl_estimate(logp_S, reference_S, "k3")
     return kl_estimate(old_S, logp_S, "k3")

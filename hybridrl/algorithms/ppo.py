@@ -60,7 +60,7 @@ class Ppo(PolicyGradient[PpoConfig]):
         return -micro.require("term_weights_S", self.name) * logp_S
 
     def _positive_weights(self, batch: TrainBatch) -> Tensor:
-        """Returns token weights for a mean over the samples that pass: (T,) float32, else zero.
+        """Returns weights for a mean over the tokens of samples that pass: (T,) float32, else zero.
         Used in VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         samples = batch.by_sample()

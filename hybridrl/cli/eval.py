@@ -47,7 +47,7 @@ COLUMNS = ("", "prompts", "samples", "accuracy")
 def evaluated_config(
     source: Path, overrides: Sequence[str], checkpoint: Path | None = None
 ) -> tuple[Config, Path | None]:
-    """Returns the configuration, and the `checkpoint` or else `source` if that is a checkpoint.
+    """Returns the configuration, and `checkpoint`, or else `source` if it is a checkpoint.
 
     `rollout.temperature` in the overrides is used as `eval.temperature`.
 
@@ -97,7 +97,7 @@ def _as_run(source: Path) -> dict[str, Any]:
 
 
 def _config_of_adapter(source: Path, overrides: Sequence[str]) -> Config:
-    """The base model is that of adapter_config.json, unless an override sets model.path."""
+    """Returns a PEFT directory's configuration, by default with the base model that it names."""
     base = read_base_name(source)
     model = {"path": base} if base else {}
     if os.path.isfile(source / TOKENIZER_FILE):
@@ -125,7 +125,7 @@ def _shown_path(path: Path) -> Path:
 
 
 def untrained_warning(config: Config, source: Path) -> str | None:
-    """Returns a warning if the base model is evaluated, as a run has no checkpoint; else None."""
+    """Returns a warning if the base model is evaluated because a run has no checkpoint."""
     folder = run_folder(config)
     if str(source) == config.run.dir and (os.path.isfile(source / CONFIG_FILE) or is_peft(source)):
         return None

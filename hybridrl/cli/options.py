@@ -103,7 +103,7 @@ def torchrun_world(asked: int | None) -> int:
 def json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
     """Yields a function that prints a JSON object; all other output to stdout goes to stderr.
 
-    Redirects the file descriptor, also for C libraries. Does nothing if JSON is not wanted.
+    Redirects the file descriptor, so that C libraries follow. Does nothing without JSON.
     """
     if not is_wanted:
         yield lambda content: None

@@ -77,7 +77,7 @@ def known_gpu(name: str) -> KnownGpu | None:
 
 
 def gpu_rule(cluster: ClusterConfig) -> UserError | None:
-    """Returns the error of an unknown GPU's name, or None."""
+    """Returns the error for the name of an unknown GPU, or None."""
     if cluster.gpu is None or known_gpu(cluster.gpu) is not None:
         return None
     remedy = (

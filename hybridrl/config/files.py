@@ -28,7 +28,7 @@ HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file; readers see the old or the new content. An OSError leaves the old."""
+    """Replaces a file; readers see the old or the new content. An OSError keeps the old one."""
     partial = path.with_name(path.name + ".new")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -134,7 +134,7 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
     """Returns a regular file's size, or raises `error`. Never opens a pipe, which could block."""
     try:
         status = file.stat()
-    except (OSError, ValueError) as fault:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as fault:  # ValueError if the name contains a NUL
         found = (fault.strerror if isinstance(fault, OSError) else None) or fault
         raise error(str(file), found, allowed, "Check the path.") from None
     if not stat.S_ISREG(status.st_mode):

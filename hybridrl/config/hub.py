@@ -124,7 +124,7 @@ def adopted(config: Config, other: Config) -> dict[Place, HubName]:
 def resolved(
     names: Mapping[Place, HubName], known: Mapping[HubName, str | None]
 ) -> dict[Place, HubName]:
-    """Returns hub names, by place, with their commits; asks the hub once per repository at most.
+    """Returns hub names with their commits, by place; asks the hub at most once per repository.
 
     `known` has commits that are already known, by name with an empty `rest`.
     """
@@ -139,7 +139,7 @@ def resolved(
 
 
 def commit_of(key: str, name: HubName) -> str:
-    """Returns the commit of a hub name, which the hub is asked for unless the name contains it."""
+    """Returns the commit of a hub name; asks the hub unless the name contains it."""
     if name.is_commit and name.revision is not None:
         return name.revision
     # Unlike HfApi, this caches the commit, so that it is known when the hub cannot be reached.

@@ -120,7 +120,7 @@ def _environment_violations(config: Config) -> list[UserError]:
 
 
 def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns saved and current values of changed knobs, but for `run` and steps.num_steps."""
+    """Returns saved and current values of changed knobs, except `run` and steps.num_steps."""
     before, now = (leaves(section.model_dump(mode="json")) for section in (saved, config))
     return {
         key: (before.get(key), now.get(key))
@@ -160,7 +160,7 @@ def _frozen(config: Config) -> list[str]:
         return list(config.train.freeze)
     try:
         return ["vision"] if has_images(read_model_config(config.model)) else []
-    except UserError:  # told when the model is read
+    except UserError:  # reported when the model is read
         return []
 
 

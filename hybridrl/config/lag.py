@@ -19,7 +19,7 @@ UNFINISHED_AT_UPDATE = 0.2
 
 
 def num_in_flight(config: Config) -> int:
-    """Returns the prompts in flight: `rollout.in_flight`, or else 1.5 times those of a step."""
+    """Returns the number of prompts in flight: `rollout.in_flight`, or 1.5 times that of a step."""
     given, per_step = config.rollout.in_flight, config.steps.prompts_per_step
     return per_step + (per_step + 1) // 2 if given is None else given
 

@@ -96,7 +96,7 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 
 def _takes_former_level(values: dict[str, Any]) -> bool:
-    """Replaces `train.offload_optimizer: true` of an earlier version; whether it was there."""
+    """Replaces an earlier version's `train.offload_optimizer: true`; returns whether it was set."""
     train = values.get("train")
     if not isinstance(train, dict) or train.pop("offload_optimizer", False) is not True:
         return False
@@ -322,8 +322,9 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 
 
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
-    """The first that exists: a nearly equal key of the section, the counterpart of another system's
-    key, a similar key, the same key in another section, the likeliest key.
+    """Returns a hint with the first of these that exists: a nearly equal key of the section, the
+    counterpart of another system's key, a similar key, the same key in another section, the
+    likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

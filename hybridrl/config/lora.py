@@ -34,5 +34,5 @@ class LoraConfig(Section):
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the policy without its adapters, unlike with `full` parts."""
+        """Whether the reference is the policy without its adapters; false with `full` parts."""
         return self.is_on and not self.full

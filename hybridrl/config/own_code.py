@@ -75,7 +75,7 @@ def contained() -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> str:
-    """Returns the lines of users' code in a traceback, innermost first, without libraries'."""
+    """Returns only the lines of users' code in a traceback, innermost first."""
     lines = [
         f"{file}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

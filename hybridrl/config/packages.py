@@ -1,10 +1,11 @@
 """The single table of the versions of Python and of packages that hybridrl supports.
 
-setup.py executes it before anything is installed, and on older Python versions too, whose users are
-told to upgrade; so it imports nothing. Lower bounds were tested together (except torch's): a model
-was trained and converted on CPU, and unit tests passed. The upper bound is the first untested
-version of torch, megatron-core and transformers, and the next major version of others. Code for
-Megatron-Core's versions: checkpoint/torch_dist_format.py, models/megatron/specs.py, platform.py.
+setup.py executes this module before anything is installed, and also on older Python versions, to
+tell their users to upgrade. It therefore imports nothing. Lower bounds were tested together (except
+torch's): a model was trained and converted on CPU, and unit tests passed. The upper bound is the
+first untested version of torch, megatron-core and transformers, and the next major version of
+others. Code for Megatron-Core's versions: checkpoint/torch_dist_format.py,
+models/megatron/specs.py, platform.py.
 """
 
 PYTHON = ">=3.11"

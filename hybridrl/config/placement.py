@@ -100,7 +100,7 @@ class PlacementConfig(Section):
 class Machines:
     """Hardware of the ranks. A node's ranks are consecutive.
 
-    `ranks_per_node` is None if unknown; `gpus`, each rank's GPU, also if there are none.
+    `ranks_per_node` is None if unknown. `gpus` has each rank's GPU; None if unknown or on CPU.
     """
 
     num_ranks: int
@@ -123,7 +123,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks and layout of every model: `rollout` of the engines, `named` of roles in the section."""
+    """Ranks and layout of every model. `rollout` has engines' ranks, `named` the
+    section's roles.
+    """
 
     num_ranks: int
     policy: Place

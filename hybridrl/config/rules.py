@@ -73,7 +73,8 @@ def check(
     Args:
         model_config: The model's HF config.json, or None to check only the layout.
         default_dtype: Data type that model.dtype=auto selects on this host.
-        is_script: Whether a user's script calls, which gets other advice on the number of ranks.
+        is_script: Whether a user's script calls the function, and so needs other advice on the
+            number of ranks.
         machines: Hardware of the ranks. If None, a placement by nodes or GPUs is not checked.
     """
     misplaced: list[UserError] = []

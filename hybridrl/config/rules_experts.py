@@ -1,4 +1,4 @@
-"""Rules on experts in an engine, by the model's HF config.json as far as it has keys. No torch."""
+"""Rules on experts in an engine, according to the model's HF config.json. No torch."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ WITH_IMAGES = "with a model that reads images"
 
 
 def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields what a run cannot do yet if the policy, by its config.json, reads images."""
+    """Yields what a run cannot do yet if the policy reads images, according to its config.json."""
     if not has_images(hf_config):
         return
     if importlib.util.find_spec("PIL") is None:

@@ -10,7 +10,7 @@ from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
-# Prefixes of metric names, which terms must not have, because theirs are prefixes too.
+# Prefixes of metric names. Terms must not have these names, because a term's name is a prefix, too.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
     *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),

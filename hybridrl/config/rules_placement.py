@@ -45,7 +45,7 @@ def placement_rules(
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
-    """The models of an own algorithm are not checked, because only its class knows them."""
+    """Returns roles that the run lacks, except those that a user's algorithm may need."""
     section, needs = config.algorithm, config.algorithm.needs
     lacking: dict[str, str] = {}
     served = reward_models(config)

@@ -200,7 +200,7 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def refused(self, key: str, allowed: str, remedy: str) -> UserError:
-        """Returns the error of a knob, by its dotted key, whose value is not allowed."""
+        """Returns the error for a knob (dotted key) whose value is not allowed."""
         return UserError(key, self.value(key), allowed, remedy)
 
     def value(self, key: str) -> Any:
@@ -215,16 +215,16 @@ class Config(Section):
         return {name: term for name, term in self.mix.items() if term.weight > 0}
 
     def longest_request(self) -> int:
-        """Returns the most tokens of a prompt with its response in an engine's request."""
+        """Returns the maximum number of tokens of a prompt and its response in a request."""
         return self.data.max_prompt_tokens + self.eval.most_new_tokens(self.rollout.max_new_tokens)
 
     @property
     def old_is_sampled(self) -> bool:
-        """Whether the sampler's log-probabilities serve as old ones, unlike older weights'."""
+        """Whether the sampler's log-probabilities serve as old ones; not those of older weights."""
         return self.numerics.is_exact and self.steps.max_policy_lag == 0
 
     def longest_sequence(self) -> int:
-        """Returns the most tokens of a sequence in training, evaluations and loss terms."""
+        """Returns the maximum length of a sequence in training, evaluations and loss terms."""
         most = self.rollout.max_new_tokens
         responses = self.eval.most_new_tokens(most), self.data.longest_response(most)
         terms = [

@@ -269,7 +269,7 @@ def _data(start: Start, needs: Needs) -> Knobs:
 
 
 def _is_evaluated(needs: Needs) -> bool:
-    """Whether rows are held out: on-policy distillation has no answers to measure by."""
+    """Whether rows are held out; not for on-policy distillation, whose rows have no answers."""
     return not (needs.rollouts and needs.has_teacher)
 
 

@@ -130,7 +130,7 @@ def _check_template(where: str, template: object) -> None:
 
 
 class _Generation(Extension):
-    """The block `generation`, with which transformers extends Jinja."""
+    """Jinja extension for the block `generation`, which transformers adds."""
 
     tags = {"generation"}
 

@@ -1,8 +1,8 @@
 """Reads the text part of multimodal models, whose config.json nests it in `text_config`.
 
 Other modules see the text part's sizes at the top level of config.json, and the whole file under
-`WRAPPER`, from which exports restore it. Of some models hybridrl trains the text part alone;
-exports then also restore the prefix of the tensors' names.
+`WRAPPER`, from which exports restore it. Some models are trained as their text part alone; exports
+then also restore the prefix of the tensors' names.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ WRAPPED: Mapping[str, TextPart] = {
 
 
 def text_part(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text part of a multimodal model's config.json; other models' are unchanged.
+    """Returns the text part of a multimodal model's config.json; leaves others unchanged.
 
     Raises:
         ModelError: The text part is missing, or contradicts the rest of the file.
     """
     model_type = content.get("model_type")
     part = WRAPPED.get(model_type) if isinstance(model_type, str) else None
-    if part is None or WRAPPER in content:  # or it was read before, and stored in a checkpoint
+    if part is None or WRAPPER in content:  # or the part was read before and stored in a checkpoint
         return content
     nested = content.get(TEXT)
     if nested is None and part.has_short_names:
@@ -141,7 +141,7 @@ def wrapped_name(name: str) -> str:
 
 
 def name_in_files(name: str, content: Mapping[str, Any]) -> str:
-    """Returns the name of such a tensor in a multimodal model's files, by its config.json."""
+    """Returns a text part's tensor name in the files of a model with this config.json."""
     part = WRAPPED.get(content.get("model_type", ""))
     if part is None or not part.has_short_names:
         return wrapped_name(name)
@@ -149,7 +149,7 @@ def name_in_files(name: str, content: Mapping[str, Any]) -> str:
 
 
 def text_name(name: str) -> str:
-    """Returns the name in a weight table of a tensor that a multimodal model names so."""
+    """Returns the name in a weight table of a tensor with this name in a multimodal model."""
     if name.startswith(SHORT_VISUAL):
         return f"{VISUAL}{name.removeprefix(SHORT_VISUAL)}"
     is_renamed = name.startswith(WRAPPED_PREFIX)

@@ -5,8 +5,8 @@ the whole stream: a rank's values are zero for layers and tokens that it does no
 
 The stages are `embedding`, `layers.N.attention` (after the attention output is added),
 `layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU with one row
-per token, recorded by forward hooks on pre-norm decoders: by Megatron's names of modules in the
-trainer, and by HF's in the engine, which vLLM and SGLang use too.
+per token, recorded by forward hooks on pre-norm decoders. Modules are found by Megatron's names in
+the trainer, and by HF's names, which vLLM and SGLang use too, in the engine.
 """
 
 from __future__ import annotations

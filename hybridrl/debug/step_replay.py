@@ -169,8 +169,8 @@ def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
 def _bad_rows(
     passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Returns the first rows whose own loss, by the batch's denominator, is not finite. Bisection
-    finds a row among N in about log2(N) passes, or none if only the sum overflows.
+    """Returns the first rows whose own loss, divided by the batch's denominator, is not finite.
+    Bisection finds a row among N in about log2(N) passes. Returns none if only the sum overflows.
     """
     denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []

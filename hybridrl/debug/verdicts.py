@@ -176,7 +176,7 @@ def judge_routing(
 
 
 def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
-    """Returns the largest mean absolute difference of any replica, and its number."""
+    """Returns the largest mean absolute difference of any replica, and this replica's number."""
     totals = []
     for replica, answers in enumerate(placed):
         gaps = torch.cat(

@@ -48,7 +48,8 @@ class Calculator(ToolEnvironment):
 
 def calculate(expression: str) -> str:
     """Returns the value of an arithmetic expression as text. Floats have ten significant digits.
-    Raises ValueError for other, longer or larger ones, and ArithmeticError for a division by zero.
+    Raises ValueError for other expressions and for too long or large ones, and ArithmeticError for
+    a division by zero.
     """
     if not isinstance(expression, str) or len(expression) > MAX_CHARACTERS:
         raise ValueError(f"not a valid expression, or longer than {MAX_CHARACTERS} characters")

@@ -19,7 +19,7 @@ TURN = "the turn of the policy"
 
 
 def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns a turn's text, with special tokens except a stop token: some mark tool calls."""
+    """Returns a turn's text with special tokens (they may mark tool calls) except a stop token."""
     is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
     kept = tokens[:-1] if is_special else tokens
     return str(tokenizer.decode(list(kept), skip_special_tokens=False))

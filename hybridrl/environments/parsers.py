@@ -1,4 +1,4 @@
-"""Parses tool calls in the formats of several models, one class each. Does not import torch."""
+"""Parses tool calls; one class for the format of each kind of model. Does not import torch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ PEAK_FLOPS_PER_S = {
 
 
 def matmul_params(shape: ModelShape) -> int:
-    """Returns the decoder weights that each token is multiplied with, with its experts'."""
+    """Returns the number of decoder weights that multiply each token, including its experts'."""
     attention = shape.num_attention_layers * _attention_params(shape)
     if (mixer := shape.mixer) is not None:
         attention += len(mixer.layers) * mixer.matmul_params(shape.hidden_size)

@@ -159,7 +159,7 @@ class ConsoleSink:
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        """Prints a line as it is: phase names in brackets would be markup."""
+        """Prints a line without markup, because it may contain phase names in brackets."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(
@@ -191,7 +191,7 @@ class LogSink:
 
 
 class RolloutDump:
-    """Writes readable samples: a JSONL file for step 1 and every `every` steps; 0: none."""
+    """Writes samples as JSONL files: step 1 and every `every`th step; 0 writes none."""
 
     def __init__(self, directory: Path, every: int) -> None:
         self._directory, self._every = directory, every

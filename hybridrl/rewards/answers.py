@@ -33,7 +33,8 @@ class ExactMatch:
     Args:
         extract: Regular expression. The answer is group 1 of the last match in which this group is
             not empty. A response without such a match scores 0. If None, the whole response is the
-            answer. Leading and trailing white space is ignored. Raises UserError without a group.
+            answer. Leading and trailing white space is ignored. Raises UserError if there is no
+            group.
     """
 
     def __init__(self, extract: str | None = None) -> None:
@@ -62,7 +63,7 @@ class ExactMatch:
 
 
 class Gsm8k:
-    """1 if the number in the response equals that in "answer" (in GSM8K's form), otherwise 0.
+    """1 if the number in the response equals the number in "answer" (in GSM8K's form), else 0.
 
     With method 'strict', it is the number after the last `####`, with 'flexible' the last number.
     """
@@ -265,7 +266,7 @@ def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
 
 
 def _as_text(value: object) -> str | None:
-    """Converts a text or number to text, else None; 3.0, as in columns with nulls, becomes 3."""
+    """Converts a text or number to text, others to None; 3.0 (in columns with nulls) becomes 3."""
     if isinstance(value, str | bool | Rational):
         return str(value)
     if isinstance(value, Real) and math.isfinite(value):

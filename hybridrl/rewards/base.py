@@ -138,10 +138,11 @@ class Scorer:
         tokenizer: Tokenizer that decodes responses to text without special tokens.
         function: Reward function to use instead of the configured functions, or several functions
             whose scores are added (interface: see functions.py), named as in metrics.
-        environment, agent: Sections of what took part in the responses, if anything did.
+        environment, agent: Sections of the environment or agent that took part in the responses;
+            None without one.
 
     Raises:
-        UserError: `config` names an unknown function, or its settings are wrong.
+        UserError: `config` names an unknown function or has wrong settings.
     """
 
     def __init__(
@@ -226,14 +227,14 @@ class Scorer:
 
         Returns:
             The scored samples, or None if none remains. Failed samples are removed with
-            `reward.on_error=drop`, and always those that are trained but contain nothing that can
-                be.
+            `reward.on_error=drop`. Samples to train on that contain nothing trainable are always
+            removed.
             Groups with too few samples for a comparison are removed as a whole.
 
         Raises:
             BatchError: A scorer failed and `reward.on_error` is 'stop'; raised at the first
                 failure.
-            DataError: Instead, if the row caused the failure.
+            DataError: The row caused the failure; raised instead of BatchError.
         """
         whole, ways = batch, batch.sequences
         if ways.counts_E is not None:

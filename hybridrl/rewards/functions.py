@@ -1,5 +1,5 @@
-"""Finds reward functions by name, or by the dotted path of a user's function. No torch, so that a
-run can be checked early.
+"""Finds reward functions by name, or by the dotted path of a user's function. Does not import
+torch, so that a run can be checked early.
 
 A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
 the row's prompt: a text or the messages of a chat. `columns` contains the other columns of the row,

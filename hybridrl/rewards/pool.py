@@ -124,7 +124,7 @@ class Pool(Generic[R]):
 
 
 class Worker(Generic[C, R]):
-    """A process that runs users' code, of subclasses' choice. It starts when first needed."""
+    """A process that runs users' code, which subclasses choose. It starts when first needed."""
 
     module: str  # module that the process runs
     key: str  # configuration key shown if the process fails to start

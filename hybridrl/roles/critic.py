@@ -22,7 +22,7 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns each sampled token's value, or a reward model's score: (T,) fp32, else zero."""
+        """Returns each sampled token's value or score: (T,) fp32, zero at other tokens."""
         plan = self.model.plan(batch)
         values_T = plan.column(self.model.forward_all(plan.inputs))
         return values_T * batch.response_mask_T

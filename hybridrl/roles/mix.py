@@ -2,9 +2,10 @@
 
 Every rank selects the same rows. The loss of an optimizer step is the main loss plus each term's
 loss times its weight, each divided by its own global denominator; the sum's gradient has one norm,
-and is applied or skipped as a whole (update.py). A step's rows of a term are divided among its
-optimizer updates, and their columns are computed with the weights from before each of these, so the
-gradient of a preference loss, which is linear in the log-probabilities, is exact in every one.
+and is applied or skipped as a whole (update.py). A step's rows of a term are divided among the
+step's optimizer updates. Their columns are computed with the weights from before each update, so
+that the gradient of a preference loss, which is linear in the log-probabilities, is exact in every
+update.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Mix:
     def batches(
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
-        """Yields the terms' batches of each optimizer step, with columns of the weights at that
+        """Yields the terms' batches for each optimizer step, with columns from the weights at that
         time.
         """
         self.taken = []

@@ -40,8 +40,8 @@ class Policy:
 
     Args:
         temperature: Divisor of the logits, equal to the sampling temperature.
-        uses_adapters: Whether the model's LoRA adapters take part. Without them, a policy in
-            training is its own frozen reference.
+        uses_adapters: Whether to compute with the model's LoRA adapters. Without them, a policy in
+            training serves as its frozen reference.
 
     Attributes:
         old_is_sampled: Whether old log-probabilities are the engine's own. Mismatch metrics then
@@ -72,12 +72,12 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns the last `gradients`' log-probabilities, once: (T,) fp32, or None."""
+        """Returns the log-probabilities of the last `gradients` call, once: (T,) fp32, or None."""
         found, self._start_logp_T = self._start_logp_T, None
         return found
 
     def _check_blobs(self, batch: TrainBatch) -> None:
-        """Raises BatchError if a batch lacks blobs that the model reads, unlike in terms."""
+        """Raises BatchError if a batch lacks blobs that the model reads; terms may lack them."""
         for extra in self.model.planner.extra_inputs:
             for name in extra.blobs:
                 batch.require_blob(name, extra.needed_by)

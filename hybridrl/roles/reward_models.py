@@ -44,7 +44,7 @@ class RewardModel:
 
 
 def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
-    """Returns each response's last position that is not padding, or its first one: (H,) int64."""
+    """Returns each response's last position without padding, at least the first: (H,) int64."""
     last_H = batch.offsets[1:] - 1
     if padding is None:
         return last_H

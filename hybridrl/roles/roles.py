@@ -93,7 +93,8 @@ class Roles:
         train on them, and adds the columns that the algorithm needs. Collective.
 
         Args:
-            needs_old_logps: Whether to add the policy's log-probabilities in any case.
+            needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
+                does not need them.
             temperature: Temperature of the log-probabilities; None means the sampling temperature.
             num_updates: Number of mini-batches into which the samples will be split.
         """
@@ -141,7 +142,7 @@ class Roles:
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     def shared_weights(self) -> Iterator[str]:
-        """Yields for each other model of an adapted policy whether it uses the frozen weights."""
+        """Yields texts that say whether the other models use an adapted policy's frozen weights."""
         if self.policy.model.lora is None:
             return
         if self.reference is not None and self.reference.model is self.policy.model:
