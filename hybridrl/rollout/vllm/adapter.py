@@ -11,12 +11,16 @@ from typing import Any
 import torch
 
 from hybridrl.errors import ModelError
+from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
+from hybridrl.rollout.common.sampling import draw_seeds
+from hybridrl.rollout.common.settings import too_long
 from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.rollout.vllm import exact, exact_gpu
 from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
@@ -25,7 +29,6 @@ from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale, multiply_un
 from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.repairs import compute_wide_logits, rotate_with_torch
-from hybridrl.rollout.vllm.requests import request_rules, sampling_params
 from hybridrl.rollout.vllm.routing import RecordedExperts
 from hybridrl.rollout.vllm.start import LiveEngine, caches_of, runner_of, start, stop
 from hybridrl.rollout.vllm.version import NAME, is_scheduler_known
@@ -142,7 +145,26 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._has_stop_strings = new or (self._has_stop_strings and not is_idle)
 
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
-        return request_rules(request, self._settings)
+        yield from too_long(request, self._settings)
+        name, sampling = f"request {request.request_id}", request.sampling
+        traits = ENGINES[self.name]
+        lowest, highest = traits.lowest_temperature, traits.highest_temperature
+        if sampling.temperature and not lowest <= sampling.temperature <= highest:
+            yield ValueError(
+                f"{name} has temperature={sampling.temperature}; vLLM allows 0, or "
+                f"{lowest} to {highest}"
+            )
+        most = traits.max_stop_tokens
+        if sampling.min_new_tokens and most is not None:
+            # vLLM adds the model's own end tokens.
+            stops = {*sampling.stop_token_ids, *end_tokens_of(self._settings.hf_config)}
+            if len(stops) > most:
+                yield ValueError(
+                    f"{name} has {len(stops)} stop_token_ids, including the model's; vLLM allows "
+                    f"at most {most} with min_new_tokens. Give fewer, or min_new_tokens=0."
+                )
+        if (violation := _lost_presence(request, len(request.tokens))) is not None:
+            yield violation
 
     def _decode(self) -> tuple[list[str], list[int]]:
         with keep_generators(self._device):
@@ -258,6 +280,46 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._live.llm.engine_core.abort_requests([name])
         del self._running[name]
         self._finish(replace(completion, blobs=row.blobs))  # the abort recorded the last blobs
+
+
+def sampling_params(request: Request, num_tokens: int) -> Any:
+    """Returns vLLM's SamplingParams for the rest of a response, whose first `num_tokens` tokens are
+    part of vLLM's prompt. Raises ValueError if there are any, with a presence_penalty.
+    """
+    from vllm import SamplingParams
+
+    if (violation := _lost_presence(request, num_tokens)) is not None:
+        raise violation
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens - num_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        min_tokens=max(0, sampling.min_new_tokens - num_tokens),
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        ignore_eos=True,
+        # vLLM stores seeds as signed 64-bit numbers; -1 means none.
+        seed=int(draw_seeds([request.seed], [0])[0] >> 1),
+        logprobs=0,
+        detokenize=False,
+        skip_clone=True,  # the object is not shared, and a deep copy takes a tenth of a CPU step
+    )
+
+
+def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
+    """Returns the error for a continued request with presence_penalty, which vLLM would not apply
+    to earlier tokens. Only a script that passes SamplingParams to the sampler can cause it, because
+    training rejects penalties and evaluations are not interrupted.
+    """
+    if not request.sampling.presence_penalty or not num_tokens:
+        return None
+    name = f"request {request.request_id}"
+    return ValueError(
+        f"{name} continues with presence_penalty, which vLLM cannot apply to earlier tokens"
+    )
 
 
 build = VllmEngine.build
