@@ -109,7 +109,7 @@ def _rebuild(
 
 
 class ConfigError(UserError):
-    """One or more violations in a configuration, all reported at once."""
+    """One or more violations in a configuration, all reported together."""
 
     def __init__(self, violations: list[UserError]) -> None:
         self.violations = violations

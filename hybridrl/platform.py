@@ -157,7 +157,7 @@ def multiply_in_one_order() -> None:
 
 
 def transformer_engine_import_fault() -> str | None:
-    """Returns why transformer-engine cannot be imported, or its version is refused; or None."""
+    """Returns why transformer-engine cannot be imported or its version is refused, if so."""
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:

@@ -59,7 +59,7 @@ TRANSFORMER_ENGINE = Support("2.11", ("2.11.0",))
 def untested_notice(
     found: Iterable[tuple[str, str, Support]], is_compared: bool, help_command: str
 ) -> str | None:
-    """Returns the notice about untested packages (name, version, support); None without any.
+    """Returns the notice about untested packages (name, version, support); None if all are tested.
 
     `is_compared`: whether the start compares engine and trainer, as `help_command` does.
     """

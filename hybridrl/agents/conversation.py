@@ -90,7 +90,7 @@ def next_digest(digest: bytes, message: Message) -> bytes:
 
 
 def same_reasoning(kept: Message, received: Message) -> bool:
-    """Whether a message came back with its reasoning, or without any, as many clients send it."""
+    """Whether a message came back with the same reasoning or, as from many clients, with none."""
     found = received.get("reasoning_content")
     return not found or found.strip() == kept.get("reasoning_content", "").strip()
 

@@ -123,7 +123,7 @@ class _Link:
         return self._fault is not None
 
     def close(self) -> None:
-        """Closes the connection, also for processes that inherited a copy of it."""
+        """Closes the connection, even for processes that inherited a copy of it."""
         self._fault = self._fault or "the connection to the process that runs agents is closed"
         with suppress(OSError):
             copy = socket.socket(fileno=os.dup(self.connection.fileno()))

@@ -82,7 +82,7 @@ class OverTokens:
 
 
 class _Candidates(NamedTuple):
-    """Sort keys of tokens; for marks, also the number of tokens that each represents."""
+    """Sort keys of tokens. Marks also have the number of tokens that each represents."""
 
     order_N: Array
     key_N: Array

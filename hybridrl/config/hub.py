@@ -172,7 +172,7 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
-    """Returns a copy of a configuration with other hub names, also in place of interpolations."""
+    """Returns a copy of a configuration with other hub names, which may replace interpolations."""
     found: Config = config.model_copy(deep=True)
     for place, name in names.items():
         found = _with(found, place, str(name))

@@ -186,7 +186,7 @@ class Config(Section):
         return self._written
 
     def with_eval_prompts(self, files: Sequence[str]) -> Self:
-        """Returns this configuration with other evaluation prompts, also for `data.eval_share`."""
+        """Returns this configuration with other evaluation prompts, without `data.eval_share`."""
         found = {"eval_prompts": tuple(files), "eval_share": 0.0}
         return self.model_copy(update={"data": self.data.model_copy(update=found)})
 

@@ -20,7 +20,7 @@ TOKENS_FILE = "tokenizer.json"
 
 
 def is_scored(config: Config) -> bool:
-    """Whether responses are scored by a reward, unlike in distillation that evaluates nothing."""
+    """Whether a reward scores responses; false for distillation that evaluates nothing."""
     chosen, data = config.algorithm, config.data
     learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
     if isinstance(chosen, OnPolicyDistillationConfig):

@@ -260,7 +260,7 @@ class AgentEpisodes:
         self._sleep()
 
     def forget(self) -> None:
-        """Ends all episodes, also after an error; the next `advance` raises the host's errors."""
+        """Ends all episodes, even after an error; the next `advance` raises the host's errors."""
         for key in list(self._open):
             self._end(key)
         self._paused, self._owners = {}, {}

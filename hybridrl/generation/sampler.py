@@ -391,7 +391,8 @@ class Sampler:
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
         """Runs one engine step if the engine has work. Before each sum of counts over ranks, waits
         for environments' answers that were requested before the previous sum, unless `gives_up`
-        returns true. The samples then do not depend on their time, unlike those of agents.
+        returns true. The samples then do not depend on how long environments take. Samples of
+        agents do.
         """
         if self.has_unfinished:
             self.advance()

@@ -70,6 +70,6 @@ class ExtraInputs:
         Args:
             embedded_S1D: Embeddings of the tokens, before sequence parallelism splits them.
             inputs: Inputs that `prepare` returned, on the device. What this method adds to them
-                reaches the layers of this stage, also when they are recomputed.
+                reaches the layers of this stage, even when they are recomputed.
         """
         return embedded_S1D

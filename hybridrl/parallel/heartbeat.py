@@ -236,7 +236,7 @@ class Heartbeat:
         return self._is_complete
 
     def forget_stop(self) -> None:
-        """Ignores all signals that any rank has received so far, also in later heartbeats."""
+        """Ignores all signals that any rank has received so far, even in later heartbeats."""
         self._stop_epoch += 1
         self.stop_signal = 0
 

@@ -115,7 +115,7 @@ def timed_barrier(
         come_within_s: Maximum time that this rank waits for ranks that have not arrived; at most
             `within_s`.
         is_ready: Function that is called until it returns that this rank is ready.
-        is_lost: Function that is called repeatedly; whether a rank is known to be lost.
+        is_lost: Function that is called repeatedly; returns whether a rank is known to be lost.
     """
     store = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"hybridrl/barrier/{name}", store)

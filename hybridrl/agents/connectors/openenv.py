@@ -94,9 +94,9 @@ def rows(
 
 
 def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the action that a turn contains: a JSON object, also within a fenced block. If the
-    action has only one required field, any other text is the value of this field. Returns None if
-    the turn contains no action.
+    """Returns the action that a turn contains: a JSON object, which may be in a fenced block. If
+    the action has only one required field, any other text is the value of this field. Returns None
+    if the turn contains no action.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:

@@ -69,7 +69,7 @@ Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
 class _Step:
     """This rank's operations in one exchange, ready to be enqueued.
 
-    `pack` fills the send buffer, also from the previous receive buffer if `reads_last`; `unpack`
+    `pack` fills the send buffer, partly from the previous receive buffer if `reads_last`; `unpack`
     empties the receive buffer.
     """
 

@@ -33,8 +33,9 @@ def exported_config(
     transformers loads a model with a value head as a sequence classifier with 1 label, which scores
     the last token that is not padding. In many tokenizers, the padding token is also an end token;
     transformers would then read the score before the end token. Therefore another special token
-    becomes the padding token, also in the tokenizer's files (directory.py). If there is no unused
-    special token, no padding token is set, and transformers can score only one text at a time.
+    becomes the padding token, here and in the tokenizer's files (directory.py). If there is no
+    unused special token, no padding token is set, and transformers can score only one text at a
+    time.
 
     Exported weights are never quantized, so `quantization_config` is left out.
 

@@ -116,7 +116,7 @@ def transformer_config(
         recompute: 'full' stores only layer inputs and recomputes everything else in the backward
             pass. 'selective' is implemented by the layers' modules (`layer_specs`), except for
             grouped experts.
-        fp32_residual: Whether the residual stream is fp32, also between pipeline stages.
+        fp32_residual: Whether the residual stream is fp32, in layers and between pipeline stages.
         fp8: Format of matrix products; parameters remain in `dtype`. See FP8_KEYWORDS.
     """
     shape = family.shape(hf_config)

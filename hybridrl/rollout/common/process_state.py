@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Restores torch's global random generators at exit; `everywhere`, also numpy's and Python's.
+    """Restores torch's global random generators at exit; with `everywhere`, numpy's and Python's,
+    too.
 
     Engines seed all generators when they start, and draw from torch's generators in every step. The
     trainer's dropout and data order must not depend on this.

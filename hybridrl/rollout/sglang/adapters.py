@@ -36,7 +36,7 @@ def adapter_arguments(slots: EngineSlots, is_cpu: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def adapters_without_experts(is_cpu: bool) -> Iterator[None]:
-    """Makes SGLang start with adapters on linear layers alone, also on CPUs.
+    """Makes SGLang start with adapters on linear layers alone, and makes this work on CPUs.
 
     An engine with adapters on `gate_up_proj` and `down_proj` would also get slots and kernels for
     adapters of routed experts (0.5.16 to 0.5.23). On CPUs, SGLang's computation with adapters pins

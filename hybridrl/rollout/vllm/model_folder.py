@@ -17,7 +17,7 @@ from hybridrl.config.cache import cache_folder
 
 CONFIG, LOCK = "config.json", "lock"
 MAX_STARTS = (
-    16  # maximum number of processes that start the same part of an engine at once on one machine
+    16  # maximum number of processes that start the same part of an engine together on one machine
 )
 
 

@@ -39,7 +39,7 @@ class _OneAdapter:
 def compute_densely(model: torch.nn.Module) -> None:
     """Makes the linear layers that vLLM has wrapped compute densely, for an engine with one
     adapter. Their A slots move to contiguous memory, so that one product computes those of all
-    projections. Layers with a `forward` of their own keep vLLM's kernels.
+    projections. Layers with a separate `forward` method keep vLLM's kernels.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.model_executor.layers import linear

@@ -143,7 +143,7 @@ def _enter_namespaces() -> bool:
 
 
 def _has_users() -> bool:
-    """Whether this process, which runs as root, may switch to any user id, unlike in containers."""
+    """Whether this process, which runs as root, may switch to any user id; not in containers."""
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
