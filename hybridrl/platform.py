@@ -88,7 +88,7 @@ class Platform:
             yield
 
     def seed(self, seed: int) -> None:
-        """Seeds torch's and Megatron's generators, without a policy as on its first rank."""
+        """Seeds torch's and Megatron's generators; a rank without a policy uses rank 0's seeds."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

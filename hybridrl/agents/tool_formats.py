@@ -330,9 +330,9 @@ def _object(arguments: Any) -> dict[str, Any]:
         try:
             arguments = parse_json(arguments.strip() or "{}")
         except ValueError as error:
-            raise MalformedCallError(f"the arguments are no JSON: {error_text(error)}") from error
+            raise MalformedCallError(f"the arguments are not JSON: {error_text(error)}") from error
     if not isinstance(arguments, dict):
-        raise MalformedCallError("the arguments are no JSON object")
+        raise MalformedCallError("the arguments are not a JSON object")
     return arguments
 
 

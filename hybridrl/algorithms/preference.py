@@ -166,7 +166,7 @@ class Kto(ResponseLoss[KtoConfig]):
 
 
 def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Returns the better and the worse samples, by group. Raises BatchError if one is no pair."""
+    """Returns the better and the worse samples, by group. BatchError if a group is not a pair."""
     groups, counts = batch.group_B.unique(return_counts=True)
     order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
     wrong = groups[counts != 2]

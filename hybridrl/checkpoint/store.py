@@ -364,8 +364,8 @@ class CheckpointStore:
 
 
 def _check_mtp(saved: bool, current: bool, folder: Path) -> None:
-    """Raises CheckpointError if only one of a run and its checkpoint trains the MTP layer. Without
-    it, the run would discard what the layer has learned, because exports would contain the layer of
+    """Raises CheckpointError if only one of a run and its checkpoint trains the MTP layer. A run
+    without the layer would discard what it has learned, because exports would contain the layer of
     `model.path`.
     """
     if saved == current:

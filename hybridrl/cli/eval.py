@@ -52,7 +52,7 @@ def evaluated_config(
     `rollout.temperature` in the overrides is used as `eval.temperature`.
 
     Raises:
-        UserError: `source` is no YAML file, run folder, checkpoint, or HF or PEFT directory.
+        UserError: `source` is not a YAML file, run folder, checkpoint, or HF or PEFT directory.
     """
     own = None
     if not os.path.isdir(source):

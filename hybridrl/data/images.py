@@ -155,7 +155,7 @@ def _has_images(row: Row, value: object) -> bool:
 
 
 def read_reference(row: Row, name: str, value: object, depth: int = 0) -> Image:
-    """Returns an image's bytes or absolute path. Raises BadRowError if the value is no image."""
+    """Returns an image's bytes or absolute path. BadRowError if the value is not an image."""
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping) and depth < MAX_DEPTH:

@@ -383,7 +383,7 @@ class PromptSource:
 
 
 def saved_count(state: Mapping[str, int | str], key: str, most: int | None = None) -> int:
-    """Returns a count in a saved position. Raises DataError if it is no count or exceeds `most`."""
+    """Returns a count in a saved position. DataError if it is not a count, or exceeds `most`."""
     value = state.get(key)
     if type(value) is int and value >= 0 and (most is None or value <= most):
         return value

@@ -37,7 +37,7 @@ class Hermes:
     """
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls; `error` is set for one that is no JSON object or lacks its end."""
+        """Returns the calls; `error` is set for one that is not a JSON object or lacks its end."""
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
     def observation(self, results: Sequence[str]) -> Observation:

@@ -2,7 +2,7 @@
 
 A turn without a tool call is the final answer, which the section `reward` scores. The policy reads
 its mistakes (a call that cannot be parsed, an unknown tool, or arguments that the tool rejects) as
-results. The metric `environment/tool_errors` counts these mistakes, which are no failures of the
+results. The metric `environment/tool_errors` counts these mistakes, which are not failures of the
 environment.
 """
 

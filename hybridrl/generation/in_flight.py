@@ -214,7 +214,7 @@ class InFlight:
         return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
     def _is_reporter(self, group: Group) -> bool:
-        """Whether this rank sends a group's samples: their replica's first, or rank 0 if none."""
+        """Whether this rank sends a group's samples: their replica's first rank, or else rank 0."""
         if group.replica is None:
             return self._world.rank == 0
         return self._replica.is_first and group.replica == self._own_replica

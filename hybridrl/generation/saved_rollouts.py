@@ -154,7 +154,7 @@ def rollout_state(
 
 def saved_fields(sample: Completion | Request) -> dict[str, Any]:
     plain: Any = dataclasses.replace(sample, blobs={})
-    if isinstance(sample, Request):  # the prompts of a run have their contents
+    if isinstance(sample, Request):  # not saved: the run's prompts contain them
         plain = dataclasses.replace(plain, contents=())
     found = dataclasses.asdict(plain)
     found.pop("contents", None)

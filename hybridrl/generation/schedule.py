@@ -153,8 +153,8 @@ SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns the expected number of further tokens: half of the possible ones if it
-    is exceeded.
+    """Returns the expected number of further tokens. If there are already more than expected, this
+    is half of the possible further ones.
     """
     return expected - have if expected > have else max(longest - have, 0) / 2
 

@@ -419,7 +419,7 @@ def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
-    """Returns the layouts or names of all ranks. Equal ones become one object, sent by one rank."""
+    """Returns all ranks' layouts or names. Equal ones become one object, which one rank sends."""
     digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
         digest: peers.broadcast_object(own, digests.index(digest))

@@ -52,7 +52,7 @@ class Copies:
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the newest checkpoint or copy for the lock's holder, or None; collective."""
+        """Returns the newest checkpoint or copy, or None. The run must be locked; collective."""
         self._store.put_back_replaced()
         if resume == "previous":
             return self._store.previous()
@@ -106,7 +106,7 @@ class Copies:
             lineage = [old for old in self._store.lineage if old.step != step]
             unfinished = self._store.unfinished
             if unfinished not in lineage:
-                unfinished = None  # its responses belong to the current step
+                unfinished = None  # it is a checkpoint of this step
             content = Content(
                 models, state(), files, step, 0, lineage, self._store.layout, unfinished
             )

@@ -255,7 +255,7 @@ class Journal(Observer):
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Reports that all steps are finished; writes `summary.json` if a signal prevented it."""
+        """Reports that all steps are finished; writes `summary.json` if it is missing."""
         goal = f"step {done}" if done >= last else f"steps.stop_at_accuracy after step {done}"
         self.notify(
             f"{self.folder} has reached {goal}: nothing is left to train. Raise steps.num_steps to "
@@ -340,7 +340,7 @@ def before_and_after(evaluations: Evaluations) -> dict[str, float]:
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns results before and after training by label; no reward that equals another result."""
+    """Returns results before and after training by label; omits a reward equal to another one."""
     endings = ("_before", "_after")
     names = dict.fromkeys(
         key.removesuffix(ending) for ending in endings for key in summary if key.endswith(ending)

@@ -39,7 +39,7 @@ class Observer:
         """Called when a step begins."""
 
     def weights_changed(self, number: int) -> None:
-        """Called after the optimizer step; the engine has the old weights, and no memory."""
+        """Called after the optimizer step, before the engine receives the new weights."""
 
     def step_ends(self, record: StepRecord) -> None:
         """Called when the step has ended and the engine has the new weights."""

@@ -265,7 +265,7 @@ def _no_base(base: Path, what: str) -> UserError:
 def check_weights(
     directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
 ) -> None:
-    """Raises UserError for the first weight file or tensor that is missing, damaged or foreign."""
+    """Raises UserError for the first weight file or tensor that is missing, damaged or unknown."""
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
 

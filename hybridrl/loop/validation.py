@@ -51,7 +51,9 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether to measure before the first step: in a new run, or if a signal prevented it."""
+        """Whether to measure before this start's first step: in a new run, or if a signal prevented
+        the measurement after the previous step.
+        """
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
         return self._is_due(step, last) and (step == 0 or has_begun)
@@ -125,8 +127,8 @@ class Validation(Observer):
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns log-likelihood, in nats, and number of tokens of responses; with
-    feedback, good ones.
+    """Returns the log-likelihood, in nats, and the number of tokens of all responses, or, with
+    feedback, of the good ones.
     """
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:

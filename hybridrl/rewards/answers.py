@@ -245,7 +245,7 @@ def plain_math(text: str) -> str:
 
 
 def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
-    """Returns the row's correct answers as texts. Raises DataError for other or no values."""
+    """Returns the row's correct answers as texts; DataError unless they are texts or numbers."""
     given: Any = columns.get("answer")
     if given is None:
         present = short(sorted(map(str, columns)), 300)

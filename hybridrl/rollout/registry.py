@@ -24,7 +24,7 @@ class EngineTraits:
 
     builder: str  # `module:function` that builds the engine from rollout/build.py's EngineInputs
     package: str | None = None  # `module:name` of its EnginePackage, if it needs any
-    computes: bool = True  # whether tokens come from the received weights, of its `model`
+    computes: bool = True  # whether tokens come from the received weights (ComputingEngine)
     is_tensor_parallel: bool = False  # whether `rollout.tp` ranks may share a replica
     is_expert_parallel: bool = False  # whether ranks may hold whole experts (`rollout.ep`)
     has_fused_parameters: bool = False  # whether they match `fused_layout`, not HF tensors

@@ -33,7 +33,7 @@ from hybridrl.training.piecewise_adam import adamw
 from hybridrl.training.step_counts import StepCounts
 
 # Polynomial of the Newton-Schulz iteration (Jordan et al. 2024). Singular values end between 0.7
-# and 1.2, which is as good as 1, and needs few iterations.
+# and 1.2, which works as well as 1 and needs few iterations.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
 # Root mean square of AdamW's updates (Liu et al. 2025, equation 4).
@@ -168,7 +168,7 @@ class Muon(StepCounts):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Returns nearly the nearest orthogonal matrix, by Newton-Schulz iterations.
 
-    The result is computed in bf16 on a GPU, as by Jordan et al. (2024), and in fp32 on a CPU.
+    The result is computed in bf16 on a GPU, as in Jordan et al. (2024), and in fp32 on a CPU.
     """
     found = matrix.bfloat16() if matrix.device.type == "cuda" else matrix.float()
     is_tall = found.size(0) > found.size(1)

@@ -248,7 +248,9 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 
 
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
-    """Returns the maximum, over sets of senders, of the elements that only they hold per sender."""
+    """Returns the maximum, over sets of senders, of the number of elements that only the set holds,
+    divided by the size of the set.
+    """
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:
         only_from[frozenset(demand.senders.tolist())] += demand.total * demand.size

@@ -191,7 +191,7 @@ def _share(
 
 
 def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
-    """Returns rotary parameters and their key; ModelError if they contradict or are no object."""
+    """Returns rotary parameters and their key; ModelError if contradictory or not an object."""
     found: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = hf_config.get(key)

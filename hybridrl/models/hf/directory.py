@@ -33,7 +33,8 @@ SIDE_FILES = (
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the contents of a directory's config.json, or of its text part if multimodal.
 
-    Raises CheckpointError if the file is missing, damaged or no JSON object, or repeats a key.
+    Raises CheckpointError if the file is missing or damaged, is not a JSON object, or repeats a
+    key.
     """
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):

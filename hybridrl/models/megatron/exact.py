@@ -195,7 +195,7 @@ def by_blocks(
 
 
 class ExactAttention(torch.autograd.Function):
-    """Attention with a given forward pass, and further arguments as `by_blocks`."""
+    """Attention with the forward pass `attend`; the other arguments are those of `by_blocks`."""
 
     @staticmethod
     def forward(

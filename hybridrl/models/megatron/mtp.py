@@ -6,9 +6,9 @@ The layer reads the model's final hidden state at a position and the embedding o
     x_t = layer(fc([norm(embedding of token t + 1); norm(hidden state t)]))
     log p(token t + 2) = log softmax(head(norm(x_t)))
 
-Engines use it to draft tokens for speculative decoding. The model itself is not changed by its
-loss: hidden states, embedding and head are constants here, so that only the layer's own parameters
-have gradients. A rank on the last pipeline stage computes the whole layer.
+Engines use it to draft tokens for speculative decoding. The layer's loss does not change the model
+itself: hidden states, embedding and head are constants here, so that only the layer's own
+parameters have gradients. A rank on the last pipeline stage computes the whole layer.
 """
 
 from __future__ import annotations

@@ -111,8 +111,9 @@ class TwoCalls:
     ) -> TwoCalls | None:
         """Returns the calls for packed sequences, or None if one call with copies must be used.
 
-        That is the case if a sequence continues a part of another sequence, a sequence that itself
-        continues one, or one that is packed elsewhere, and if prompts are short.
+        That is the case if prompts are short, or if a sequence continues only part of another
+        sequence, a sequence that itself continues one, or a sequence that is not packed directly
+        before its continuations.
 
         Args:
             cu_seqlens, prefix_sequences, prefix_lengths: See attention.py, SharedPrompts.

@@ -440,7 +440,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._adapters.check()
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
-            self._memory.clear_lent()  # training uses lent memory even then
+            self._memory.clear_lent()  # training uses lent memory even if all memory stays mapped
         self._forget_cache()
         if self._experts is not None:
             self._experts.forget()

@@ -104,7 +104,7 @@ def longest_request(num_tokens: int) -> int:
 
 
 def _tokens(settings: EngineSettings, per_token: int, most: int | None = None) -> int:
-    """Returns the KV cache's size in tokens: no more than requests fill, to map it quickly."""
+    """Returns the KV cache's size in tokens: only what requests can fill, so it is mapped fast."""
     if settings.kv_cache_bytes:
         return max(1, settings.kv_cache_bytes // per_token)
     # Tokens of one request. SGLang allocates single tokens, not blocks.

@@ -31,7 +31,7 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Penalized(NamedTuple):
-    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are its own."""
+    """A request with penalties. SGLang's prompt is `num_prompt` tokens, then response tokens."""
 
     sampling: SamplingParams
     num_prompt: int

@@ -83,7 +83,7 @@ def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
         yield UserError(
             "model's norms of queries and keys over all heads together",
             "set",
-            f"none with {NAME}, which normalizes the heads of each rank apart",
+            f"none with {NAME}, which normalizes the heads of each rank separately",
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
     elif shape.moe is not None and shape.moe.dense_layers and not shape.moe.has_bias:

@@ -1,4 +1,5 @@
-"""Computes an engine's only adapter with dense products, instead of vLLM's kernels for several.
+"""Computes an engine's only adapter with dense products, instead of vLLM's kernels for several
+adapters.
 
 vLLM's kernels sort tokens by adapter, and split small products over the GPU. With one adapter,
 cuBLAS and one kernel (kernels/adapters.py) take less time, and A x is computed on a second stream

@@ -183,7 +183,7 @@ def _lay_out(
     else:
         _check_branches(batch, index_B, branches)
         prefixes, prefix_sequences = list(branches.shared), list(branches.parents)
-        leaders = [False] * len(prefixes)  # no sequence stores what another one shares with it
+        leaders = [False] * len(prefixes)  # the sequence that is continued stores them
         segments = [length - n for length, n in zip(lengths, prefixes, strict=True)]
         own_B = prefix_B = list(range(len(lengths)))
     bounds = packed_bounds(segments, pad_each, pad_total)
