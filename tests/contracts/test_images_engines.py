@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,10 +15,19 @@ import vllm_kernels
 from adapter_cases import merge_random, write_tensors
 from engine_cases import LOGP_TOLERANCE
 from packaged import engine_class, needs
-from tiny_images import FAMILIES, file_of, picture, processor_of, save_processor, with_images
+from tiny_images import (
+    FAMILIES,
+    PREPROCESSING,
+    file_of,
+    picture,
+    processor_of,
+    save_processor,
+    with_images,
+)
 from tiny_models import tiny_model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from hybridrl.contracts.prompts import Content
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.rows import adapted
 from hybridrl.models.family import read_model
@@ -27,6 +38,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.rollout.hf.adapter import HfEngine
+from hybridrl.rollout.vllm import arguments, start
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 # Images of each prompt: the token before which each stands, and its seed, width and height.
@@ -63,7 +75,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def started_vllm(folder: Path, lora: Lora | None = None) -> Any:
+def started_vllm(
+    folder: Path, lora: Lora | None = None, max_batch: int = 3, kv_cache_bytes: int = 8 << 20
+) -> Any:
     """Starts a vLLM engine without weights."""
     vllm_kernels.register()
     hf_config = read_config(folder)
@@ -72,9 +86,9 @@ def started_vllm(folder: Path, lora: Lora | None = None) -> Any:
         hf_config=family.for_engines(hf_config),
         architectures=family.architectures,
         dtype="float32",
-        max_batch=3,
+        max_batch=max_batch,
         max_tokens=120,
-        kv_cache_bytes=8 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         directory=folder,
     )
     return engine_class("vllm")(settings, family, RolloutLayout.consecutive(1, 1), rank=0)
@@ -157,6 +171,33 @@ def test_greedy_equals_transformers_after_two_updates(engine: Any, case: Case) -
             assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
 
 
+def test_images_in_later_turns_equal_transformers(engine: Any, case: Case) -> None:
+    """A conversation whose second turn brings no image, and whose third brings two."""
+    _, shape = read_model(None, read_config(case.folder))
+    processor = processor_of(case.folder, shape.vision)
+    brought: list[dict[int, tuple[int, int, int]]] = [
+        {1: (1, 17, 25)},
+        {},
+        {0: (6, 25, 17), 1: (1, 17, 25)},
+    ]
+    for seed in (1, 2):
+        oracle = case.model(seed)
+        write(engine, oracle, case, version=seed)
+        tokens: tuple[int, ...] = ()
+        contents: tuple[Content, ...] = ()
+        for turn, images in enumerate(brought):
+            files = {at: file_of(picture(*one)) for at, one in images.items()}
+            shown, found = with_images(processor, (7, 8 + turn), files)
+            contents += tuple(replace(one, start=len(tokens) + one.start) for one in found)
+            tokens += shown
+            request = Request(turn, tokens, turn, GREEDY, contents=contents)
+            (done,) = generate(engine, [request])
+            drawn, logps = expected(oracle, case.folder, request)
+            assert list(done.tokens) == drawn, turn
+            assert done.logps == pytest.approx(logps, abs=LOGP_TOLERANCE)
+            tokens += done.tokens
+
+
 def test_a_stand_in_for_the_processor_has_what_vllm_asks_for(engine: Any) -> None:
     """vLLM 0.26 clears the processor's cache when an engine starts; newer versions keep it."""
     if engine.name != "vllm":
@@ -228,6 +269,75 @@ def test_requests_wait_for_the_memory_of_pixel_values(
             most = max(most, sum(bool(row.request.contents) for row in rows))
     assert most <= 1
     assert [done[one.request_id].tokens for one in asked] == [one.tokens for one in expected]
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes vLLM engines that start now compute at most 160 tokens per step, also parts of prompts
+    as on GPUs.
+    """
+    monkeypatch.setattr(arguments, "CPU_PREFILL_TOKENS", 160)
+    own = arguments.engine_arguments
+
+    def with_parts(*args: Any) -> dict[str, Any]:
+        return own(*args) | {"enable_chunked_prefill": True}
+
+    monkeypatch.setattr(start, "engine_arguments", with_parts)
+
+
+@pytest.mark.parametrize("name", ENGINES[1:])
+def test_images_and_prompts_are_computed_once_for_all_samples(
+    name: str, case: Case, tmp_path: Path, process_group: None, small_steps: None
+) -> None:
+    """Two prompts fill a step, and two images the cache that vLLM would make for its features."""
+    case = replace(case, folder=copytree(case.folder, tmp_path / "model"))
+    size = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    rules = json.dumps({**PREPROCESSING, "size": size})
+    (case.folder / "preprocessor_config.json").write_text(rules)
+    started = started_vllm(case.folder, max_batch=32, kv_cache_bytes=32 << 20)
+    asked, num_samples, num_drawn = [], 4, 5
+    _, shape = read_model(None, read_config(case.folder))
+    processor = processor_of(case.folder, shape.vision)
+    for prompt in range(8):
+        files = {1: file_of(picture(20 + prompt, 64, 64))}
+        tokens, contents = with_images(processor, tuple(range(2, 8)), files)
+        for sample in range(num_samples):
+            number = prompt * num_samples + sample
+            sampling = replace(GREEDY, max_new_tokens=num_drawn)
+            asked.append(Request(number, tokens, number, sampling, contents=contents))
+    model = start.runner_of(started._live.llm).model
+    scheduler = started._live.llm.engine_core.engine_core.scheduler
+    embed, schedule = model.embed_multimodal, scheduler.schedule
+    images: list[tuple[int, ...]] = []
+    computed: list[int] = []
+
+    def counted_images(**inputs: Any) -> Any:
+        images.extend(map(tuple, inputs["image_grid_thw"].tolist()))
+        return embed(**inputs)
+
+    def counted_tokens(*args: Any, **keywords: Any) -> Any:
+        scheduled = schedule(*args, **keywords)
+        computed.append(scheduled.total_num_scheduled_tokens)
+        return scheduled
+
+    model.embed_multimodal, scheduler.schedule = counted_images, counted_tokens
+    try:
+        for version in (1, 2):
+            images.clear()
+            computed.clear()
+            write(started, case.model(version), case, version)
+            for done, request in zip(generate(started, asked), asked, strict=True):
+                if request.request_id % num_samples:
+                    continue
+                tokens, logps = expected(case.model(version), case.folder, request)
+                assert list(done.tokens) == tokens[:num_drawn]
+                assert done.logps == pytest.approx(logps[:num_drawn], abs=LOGP_TOLERANCE)
+            assert images == [(1, 16, 16)] * 8
+            size, shared = len(asked[0].prompt), arguments.CPU_BLOCK_SIZE * 2
+            once = size + (num_samples - 1) * (size - shared)
+            assert sum(computed) == 8 * (once + num_samples * (num_drawn - 1))
+    finally:
+        started.close()
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -533,7 +533,7 @@ def test_prompts_with_equal_words_and_other_pictures_differ(
 def test_images_are_decoded_ahead_in_other_threads(
     images: ImageTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once each, in bounded number; those of requests that were given up make room."""
+    """Once each, up to a number of bytes; those of requests that were given up make room."""
     processor, threads = images.processor, list[str]()
     decode = processor.patches
 
@@ -542,7 +542,7 @@ def test_images_are_decoded_ahead_in_other_threads(
         return decode(content)
 
     monkeypatch.setattr(processor, "patches", patches)
-    monkeypatch.setattr(vllm_images, "MAX_AHEAD", 2)
+    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 2 * 24 * 24 * 3)
     items = vllm_images.PixelItems(processor, torch.float32)
     contents = [processor.content(file_of(picture(seed, 24, 24))) for seed in range(40, 44)]
     items.decode_ahead([*contents[:2], *contents[:2]])
@@ -556,6 +556,13 @@ def test_images_are_decoded_ahead_in_other_threads(
     assert list(items._decoded) == [contents[1].key, contents[2].key]
     items._decoded[contents[2].key].result()
     assert len(threads) == 3
+    large = processor.content(file_of(picture(44, 60, 24)))
+    assert processor.num_bytes(large) == decode(large).nbytes > decode(contents[0]).nbytes
+    items.decode_ahead([large, contents[3]])  # together more than the limit
+    assert list(items._decoded) == [large.key]
+    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 1)
+    items.decode_ahead(contents[3:])  # the first one is decoded, whatever its size
+    assert list(items._decoded) == [contents[3].key]
 
 
 def test_images_that_were_decoded_ahead_are_not_decoded_again(
@@ -564,7 +571,7 @@ def test_images_that_were_decoded_ahead_are_not_decoded_again(
     """Even if all of them exceed the memory of recent images."""
     processor, decodes = images.processor, list[int]()
     monkeypatch.setattr(vision_images, "_RECENT", vision_images._Recent(1))
-    monkeypatch.setattr(vllm_images, "MAX_AHEAD", 3)
+    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 3 * 24 * 24 * 3)
     resized = ImageProcessor.resized
 
     def counted(self: ImageProcessor, content: Any) -> Any:

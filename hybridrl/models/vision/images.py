@@ -337,6 +337,10 @@ class ImageProcessor:
         _RECENT.add(key, made)
         return made
 
+    def num_bytes(self, content: Content) -> int:
+        """Returns the size of an image's patches."""
+        return 3 * self.vision.patch_size**2 * int(content.arrays[GRID].prod())
+
     def channel_values(self) -> NDArray[np.float32]:
         """Returns the number that the tower reads for each channel and byte, (3, 256)."""
         rule = self.preprocessing

@@ -29,9 +29,9 @@ IMAGE = "image"
 MAX_IMAGES = 999  # per prompt, as in vLLM
 # Limit on the pixel values of requests that one rank's vLLM has at the same time, in host memory.
 MAX_PIXEL_BYTES = 2 << 30
-# Images that are decoded ahead, in other threads: a photograph of a million pixels takes 25 ms, in
-# which vLLM would wait. Pillow and NumPy release Python's lock.
-MAX_AHEAD, NUM_DECODERS = 32, 4
+# Limit on images that are decoded ahead, in other threads: 32 images of a million pixels. Decoding
+# one takes 25 ms, in which vLLM would wait. Pillow and NumPy release Python's lock.
+MAX_AHEAD_BYTES, NUM_DECODERS = 96 << 20, 4
 NUM_FOLLOWING = 64  # requests whose images are decoded ahead
 
 
@@ -72,6 +72,33 @@ def without_processor(shape: ModelShape, settings: EngineSettings) -> Iterator[N
         yield
 
 
+def encode_once(scheduler: Any) -> None:
+    """Makes a new engine's tower compute an image once for all samples of a prompt.
+
+    The cache of features holds the images of two steps, because vLLM schedules a step before the
+    previous step ends. A request waits until the tower can compute its next image. vLLM would
+    compute the tokens before that image first, for all samples; they would then no longer start
+    with the keys and features of the prompt's first sample (scheduler.py, 0.26 and 0.32).
+    """
+    manager = scheduler.encoder_cache_manager
+    scheduler.encoder_cache_manager = manager = type(manager)(2 * manager.cache_size)
+    try_schedule = scheduler._try_schedule_encoder_inputs
+
+    def schedule_or_wait(
+        request: Any, num_computed: int, num_new: int, *args: Any, **keywords: Any
+    ) -> tuple[Any, ...]:
+        images, num_possible, *rest = try_schedule(
+            request, num_computed, num_new, *args, **keywords
+        )
+        is_running = request.status.name == "RUNNING"
+        if not is_running and not images and num_possible < num_new:
+            manager.free(request)  # otherwise waiting requests could keep images from each other
+            num_possible = 0
+        return images, num_possible, *rest
+
+    scheduler._try_schedule_encoder_inputs = schedule_or_wait
+
+
 class PixelItems:
     """Pixel values of requests' images, as vLLM stores them, rounded to the tower's `dtype`.
     Requests with the same image, such as the samples of a prompt, share its values.
@@ -84,14 +111,18 @@ class PixelItems:
         self._pool = ThreadPoolExecutor(NUM_DECODERS, "images")
 
     def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Decodes up to MAX_AHEAD of these images in threads; forgets all others."""
+        """Decodes the first of these images in threads, up to MAX_AHEAD_BYTES but at least one;
+        forgets all others.
+        """
         following = {content.key: content for content in contents}
         for key in [key for key in self._decoded if key not in following]:
             self._decoded.pop(key).cancel()
+        num_bytes = sum(self._processor.num_bytes(following[key]) for key in self._decoded)
         for key, content in following.items():
-            if len(self._decoded) >= MAX_AHEAD:
-                return
             if key not in self._decoded and key not in self._items:
+                num_bytes += self._processor.num_bytes(content)
+                if self._decoded and num_bytes > MAX_AHEAD_BYTES:
+                    return
                 self._decoded[key] = self._pool.submit(self._processor.patches, content)
 
     def patches_of(self, content: Content) -> NDArray[np.uint8]:
@@ -100,10 +131,8 @@ class PixelItems:
 
     def sizes(self, contents: Iterable[Content]) -> dict[str, int]:
         """Returns the bytes of each different image's values, by key."""
-        vision = self._processor.vision
-        patch = 3 * vision.config.get("temporal_patch_size", 2) * vision.patch_size**2
-        size = patch * self._dtype.itemsize
-        return {one.key: int(one.arrays[GRID].prod()) * size for one in contents}
+        copies = self._processor.vision.config.get("temporal_patch_size", 2) * self._dtype.itemsize
+        return {one.key: self._processor.num_bytes(one) * copies for one in contents}
 
     def features_of(self, contents: Sequence[Content], num_updates: int) -> list[Any]:
         """Returns vLLM's description of a prompt's images. The number of weight updates is part of

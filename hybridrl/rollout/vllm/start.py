@@ -36,7 +36,7 @@ from hybridrl.rollout.vllm.adapters import adapter_arguments, forget_addresses, 
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts, experts_without_adapters
 from hybridrl.rollout.vllm.fp8 import before_processing, check_gpu, choose_kernels
-from hybridrl.rollout.vllm.images import without_processor
+from hybridrl.rollout.vllm.images import encode_once, without_processor
 from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.one_adapter import compute_densely
 from hybridrl.rollout.vllm.repairs import register_text_models, text_config
@@ -134,7 +134,10 @@ def start(
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
     group = parallel_state.get_tp_group().cpu_group
     runner = runner_of(llm)
-    if llm.engine_core.engine_core.scheduler.use_v2_model_runner:
+    scheduler = llm.engine_core.engine_core.scheduler
+    if shape.vision is not None:
+        encode_once(scheduler)
+    if scheduler.use_v2_model_runner:
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)

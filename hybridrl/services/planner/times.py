@@ -92,7 +92,8 @@ PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
 # Rate of a vision tower's products and attention, as a share of the rate of large matrix products,
 # host time to launch a block's kernels in a forward pass, and time that a micro-batch loses because
 # the host waits for the device before the tower. Fitted to one run (step_images_h200.json). It
-# generated 3 s longer than these constants predict, for a reason that is not known.
+# generated 3 s longer than these constants predict, because vLLM then computed most prompts once
+# per sample (rollout/vllm/images.py, encode_once).
 TOWER_SHARE, HOST_TOWER_S, TOWER_WAIT_S = 0.5, 0.6e-3, 0.026
 # Host time to decode, resize and normalize an image, per token (1,024 pixels): PNG files of 1024 x
 # 1024 pixels on one core, from 25 to 50 ms.
