@@ -42,6 +42,10 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER_FILE = "tokenizer.json"
 OWN = "held-out prompts"
 COLUMNS = ("", "prompts", "samples", "accuracy")
+SOURCES = (
+    f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
+    f"an HF directory ({CONFIG_FILE}); or a PEFT directory ({ADAPTER_FILE})"
+)
 
 
 def evaluated_config(
@@ -55,6 +59,8 @@ def evaluated_config(
         UserError: `source` is not a YAML file, run folder, checkpoint, or HF or PEFT directory.
     """
     own = None
+    if not os.path.exists(source):
+        raise UserError(str(source), "no such file or folder", SOURCES, "Correct the path.")
     if not os.path.isdir(source):
         config = load_config(source, overrides)
     elif os.path.isfile(source / CONFIG_FILE):
@@ -76,8 +82,7 @@ def evaluated_config(
         raise UserError(
             str(source),
             f"a folder without {RUN_CONFIG}, {CONFIG_FILE} or {ADAPTER_FILE}",
-            f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
-            f"an HF directory ({CONFIG_FILE}); or a PEFT directory ({ADAPTER_FILE})",
+            SOURCES,
             "To evaluate a run before training, pass its configuration.",
         )
     if any(override.startswith(TEMPERATURE) for override in overrides):

@@ -14,14 +14,17 @@ def lora_section_rules(config: Config) -> Iterator[UserError]:
     if config.checkpoint.export_hf == "peft":
         yield from _peft_rules(config)
     if not lora.is_on:
-        for key, value in _given(lora, "alpha", "rslora", "full"):
+        for key, value in _given(lora, "alpha", "targets", "rslora", "full"):
             allowed = "nothing without lora.rank"
             yield UserError(f"lora.{key}", value, allowed, "Set lora.rank, such as 32.")
         return
     if lora.path is not None:
-        for key, value in _given(lora, "rank", "alpha", "rslora"):
+        for key, value in _given(lora, "rank", "alpha", "targets", "rslora"):
             allowed = "nothing with lora.path, whose adapter_config.json determines it"
             yield UserError(f"lora.{key}", value, allowed, f"Remove lora.{key}.")
+    elif not lora.targets and not lora.full:
+        allowed = "at least one target, unless lora.full names parts: otherwise nothing is trained"
+        yield UserError("lora.targets", "[]", allowed, "Remove lora.targets, or name layers.")
     for name in lora.full:
         if name not in ("embeddings", "head", "norms"):
             allowed = "embeddings, head, norms"
@@ -61,5 +64,6 @@ def _peft_rules(config: Config) -> Iterator[UserError]:
 
 def _given(lora: LoraConfig, *keys: str) -> Iterator[tuple[str, object]]:
     for key in keys:
-        if value := getattr(lora, key):
+        value = getattr(lora, key)
+        if value != LoraConfig.model_fields[key].default:
             yield key, ", ".join(value) if isinstance(value, tuple) else value

@@ -44,7 +44,10 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
     where = str(path)
     try:
         return parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        found = error.strerror or error_text(error)
+        raise UserError(where, found, allowed, "Correct the path.") from None
+    except ValueError as error:
         if isinstance(error, YamlTextError) and error.line is not None:
             where = f"{path}:{error.line}"
         raise UserError(where, error_text(error), allowed, "Fix this line of the file.") from None

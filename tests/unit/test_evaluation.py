@@ -179,8 +179,9 @@ def test_rules_of_the_section_eval() -> None:
 
 
 def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the folder of a run"):
-        evaluated_config(tmp_path, [])
+    for source in (tmp_path, tmp_path / "checkpoints" / "step_9", Path("organisation/model")):
+        with pytest.raises(UserError, match="the folder of a run"):
+            evaluated_config(source, [])
     (tmp_path / "config.json").write_text("{}")
     config, found = evaluated_config(tmp_path, ["eval.temperature=0.5", "data.chat_template=true"])
     assert config.model.path == str(tmp_path) and config.eval.temperature == 0.5

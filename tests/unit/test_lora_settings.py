@@ -200,7 +200,10 @@ def test_adapter_of_another_model_and_missing_files_are_named(peft: Path) -> Non
         (["lora.rank=4", "placement.reference.tp=2"], "placement.reference"),
         (["lora.rank=4", "lora.full=[heads]"], "lora.full"),
         (["lora.alpha=4"], "lora.alpha"),
+        (["lora.targets=[q_proj]"], "lora.targets"),
+        (["lora.rank=4", "lora.targets=[]"], "lora.targets"),
         (["lora.path=x", "lora.rank=4"], "lora.rank"),
+        (["lora.path=x", "lora.targets=[q_proj]"], "lora.targets"),
         (["checkpoint.export_hf=peft"], "checkpoint.export_hf"),
         (["lora.rank=4", "lora.full=[norms]", "checkpoint.export_hf=peft"], "checkpoint.export_hf"),
         (

@@ -294,7 +294,7 @@ def test_plan_says_what_ascending_ranks_cost() -> None:
         ("gpu_memory_gib: much", ["gpu_memory_gib: got 'much'", "number", "2**30 bytes"]),
         ("gpus: {", ["YAML or JSON with the keys gpu, nodes"]),
         ("- 8", ["got [8]", "the keys gpu, nodes"]),
-        (None, ["No such file", "YAML or JSON with the keys gpu, nodes"]),
+        (None, ["No such file", "YAML or JSON with the keys gpu, nodes", "Correct the path"]),
     ],
 )
 def test_cluster_files_with_faults_are_refused(
@@ -305,6 +305,20 @@ def test_cluster_files_with_faults_are_refused(
         file.write_text(content)
     with pytest.raises(ConfigError) as caught:
         load_cluster(file)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("0x8xH200", ["nodes: got 0", "greater than or equal to 1"]),
+        ("8x0xH200", ["gpus_per_node: got 0"]),
+        ("8x8", ["8x8: got No such file", "such as 8x8xH200", "Correct the path"]),
+    ],
+)
+def test_short_forms_of_clusters_with_faults_are_refused(text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(Path(text))
     assert all(part in str(caught.value) for part in parts), caught.value
 
 

@@ -63,13 +63,13 @@ def load_cluster(path: Path) -> ClusterFile:
     Raises:
         ConfigError: The file cannot be read, or keys are wrong; each wrong key has an error.
     """
-    if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
-        nodes, gpus, gpu = match.groups()
-        return ClusterFile(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu)
     fields = ClusterFile.model_fields
     keys = "the keys " + ", ".join(fields)
-    allowed = f"YAML or JSON with {keys}"
+    allowed = f"YAML or JSON with {keys}; or NODESxGPUSxTYPE, such as 8x8xH200"
     try:
+        if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
+            nodes, gpus, gpu = match.groups()
+            return ClusterFile(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu)
         content = OmegaConf.to_container(read_yaml(path, allowed), resolve=True)
         return ClusterFile.model_validate(content)
     except UserError as error:
