@@ -115,7 +115,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if re.match(r"[a-z]+:", target):
             continue
         file = (page.parent / path) if path else page
-        is_there = file.exists() and (not anchor or anchor in anchors(file))
+        # The site has no pages of folders, but for the results.
+        is_page = file.is_file() or file.resolve() == ROOT / "benchmarks" / "results"
+        is_there = is_page and (not anchor or anchor in anchors(file))
         dead += [] if is_there else [target]
     assert dead == []
 
