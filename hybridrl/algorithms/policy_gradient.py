@@ -24,6 +24,7 @@ from hybridrl.algorithms.advantage import (
     token_kl,
 )
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
+from hybridrl.algorithms.centering import mean_score
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, ScoredBatch, TrainBatch
@@ -134,6 +135,20 @@ class PolicyGradient(Generic[Config]):
             "policy/kl": _reported_kl(logp_S.detach(), old_S, micro.reference_logp_S).sum(),
         }
         return LossOutput(loss_S.sum() / denominator, metrics)
+
+    def centering_loss(
+        self, logp_SK: Tensor, engine_logp_SK: Tensor, micro: MicroBatch, denominator: float
+    ) -> Tensor:
+        """Returns the loss whose gradient subtracts the mean score (centering.py); to be added.
+
+        Args:
+            logp_SK: The policy's log-probabilities of likely tokens, with a gradient.
+            engine_logp_SK: The engine's; -inf for entries to leave out.
+        """
+        mean_S = mean_score(logp_SK, engine_logp_SK, self.correction)
+        mean_S = mean_S.masked_fill(~micro.loss_mask_S, 0.0)
+        loss_S = self.weighted(micro.require("advantages_S", self.name) * mean_S, micro)
+        return loss_S.sum() / denominator
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
         """Returns an additional loss at each position (S,), or None if there is none."""

@@ -82,6 +82,11 @@ class PolicyGradientConfig(Section):
     router_replay: Literal["off", "rollout"] = "off"
     """Whether the trainer reuses the engine's choice of experts (mixture-of-experts models only). With 'rollout', old log-probabilities and updates use the experts that the engine chose for each token. The default, 'off', saves the memory of these choices: for each token, one or two bytes per chosen expert and layer."""
 
+    sampling_replay: Literal["off", "rollout"] = "off"
+    """Whether the trainer computes probabilities over the tokens that the engine could draw. With 'rollout', each sampled token carries the tokens that temperature, rollout.top_k and rollout.top_p kept, and old, new and reference log-probabilities, entropies and gradients are those of the softmax over these tokens; rollout.top_k must be set. The default, 'off', computes over the whole vocabulary, which is right without top-k and top-p."""
+    score_centering: bool = False
+    """Whether the mean score under the engine's distribution is subtracted from each token's gradient, which cancels a bias where engine and trainer compute different probabilities. Off by default, as in the papers of the algorithms; each sampled token then carries its 64 most probable tokens, 520 bytes."""
+
     @property
     def needs(self) -> Needs:
         """Needs of all policy gradients: a reference and old log-probabilities if KL keys use them."""
@@ -104,7 +109,7 @@ class PolicyGradientConfig(Section):
             return (PRESETS | CRITIC_PRESETS).get(str(values.get("name")), {}) | dict(values)
         return values
 
-    @field_validator("router_replay", mode="before")
+    @field_validator("router_replay", "sampling_replay", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
         return "off" if value is False else value  # YAML reads `off` as false
@@ -124,6 +129,20 @@ class PolicyGradientConfig(Section):
             )
         if self.objective == "plain" and self.correction.proximal == "behaviour":
             raise ValueError("correction.proximal: old, because objective plain has no ratio")
+        if self.score_centering:
+            correction = self.correction
+            if correction.needs_whole_sequences or correction.reject != "none":
+                raise ValueError(
+                    "score_centering: false, because correction.weight or correction.reject is about "
+                    "more than a token's weight"
+                )
+            if correction.proximal == "behaviour":
+                raise ValueError("score_centering: false, because correction.proximal is behaviour")
+            if self.objective in ("sequence_clip", "geometric_mean"):
+                raise ValueError(
+                    f"score_centering: false, because objective {self.objective} weights whole "
+                    "responses"
+                )
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError(
                 "kl_target: null unless kl_coef, the initial weight of the KL, is above 0"

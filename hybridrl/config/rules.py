@@ -35,6 +35,7 @@ from hybridrl.config.rules_placement import (
     split_rules,
 )
 from hybridrl.config.rules_quantization import quantization_rules
+from hybridrl.config.rules_sampling import sampling_rules
 from hybridrl.config.schema import (
     Config,
     GrpoConfig,
@@ -102,6 +103,7 @@ def check(
         *optimizer_rules(config, default_dtype),
         *quantization_rules(config, default_dtype),
         *numerics_rules(config, model_config or {}),
+        *sampling_rules(config),
         *environment_rules(config.environment, config.reward, config.rollout.max_new_tokens),
         *agent_rules(config),
         *evaluation_rules(config.eval, config.reward),

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.config.rules_experts import replays
+from hybridrl.config.rules_sampling import replays_sampling
 from hybridrl.config.schema import Config, PlacementConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.likely_tokens import LIKELY_LOGPS, LIKELY_TOKENS
 from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.debug.reference import reference_streams
@@ -129,7 +131,9 @@ def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Ans
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
     greedy = SamplingParams(0.0, max_new_tokens=num_tokens)
-    sampled = SamplingParams(given.temperature, given.top_p, given.top_k, num_tokens)
+    sampled = SamplingParams(
+        given.temperature, given.top_p, given.top_k, num_tokens, num_likely=given.num_likely
+    )
     asked = [
         (number, params)
         for number in range(len(prompts))
@@ -163,7 +167,9 @@ def _compare(
     with trainer.world.all_agree("reading the engine's residual stream"):
         engine_rows = engine_streams(engine, prompts)
     trainer.enter_training()
-    batch, first_of, placed = _batch(prompts, by_rank, layout)
+    whole, first_of, placed = _batch(prompts, by_rank, layout)
+    # Greedy tokens have no likely tokens, so that all are first computed over the vocabulary.
+    batch = whole.with_blobs(whole.blobs.keys() - {LIKELY_TOKENS, LIKELY_LOGPS})
     wanted_N = torch.cat(
         [
             torch.arange(len(prompt)) + batch.offsets[first_of[number]]
@@ -176,6 +182,8 @@ def _compare(
     ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
     trainer_rows["logits"] = trainer_logits(model, trainer_rows["norm"][ends_N])
     tokenwise = _tokenwise(trainer, batch, norm_TD, plain_T)
+    if replays_sampling(trainer.config):
+        tokenwise = replace(tokenwise, plain=_replayed(trainer, whole, plain_T))
     exact = reference_streams(model, prompts) if with_reference else {}
     bounds = bounds_of(trainer.source.dtype, trainer.config)
     total, replica = mean_difference(placed, tokenwise)
@@ -192,7 +200,9 @@ def _compare(
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     found = {
         "tokens": judge_tokens(layout, by_rank, placed, tokenwise, bounds.refuse),
-        "sampling": judge_sampling(placed, tokenwise, sampling, bounds.warn),
+        "sampling": judge_sampling(
+            placed, tokenwise, sampling, bounds.warn, replays_sampling(trainer.config)
+        ),
         "numerics": numerics,
     }
     if ROUTED_EXPERTS in batch.blobs:
@@ -220,11 +230,14 @@ def _batch(
         for sample, (number, tokens) in enumerate(ordered)
     ]
     batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
-    # Blobs are taken from the first replica that sampled a response.
+    # Blobs are taken from the first replica that sampled a response, rather than from a greedy
+    # answer with the same tokens.
     blobs_of = {
         (answer.prompt, answer.completion.tokens): answer.completion.blobs
+        for is_greedy in (True, False)
         for answers in reversed(firsts)
         for answer in answers
+        if answer.is_greedy == is_greedy
     }
     batch = replace(batch, blobs=joined_blobs([blobs_of[key] for key in ordered]))
     numbers = [number for number, _ in ordered]
@@ -235,6 +248,15 @@ def _batch(
         for answers in firsts
     ]
     return batch, [numbers.index(number) for number in range(len(prompts))], placed
+
+
+def _replayed(trainer: Trainer, batch: TrainBatch, plain_T: Tensor) -> Tensor:
+    """Returns log-probabilities over the tokens that could be drawn, `plain_T` if unknown."""
+    is_sampled_B = batch.blobs[LIKELY_TOKENS].num_rows_B > 0
+    found_T = plain_T.clone()
+    is_sampled_T = is_sampled_B.repeat_interleave(batch.lengths_B)
+    found_T[is_sampled_T] = trainer.policy.logprobs(batch.select(is_sampled_B.nonzero()[:, 0]))
+    return found_T
 
 
 def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Tensor) -> Tokenwise:

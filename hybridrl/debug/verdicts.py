@@ -59,8 +59,8 @@ class Tokenwise:
     Args:
         cut: Log-probability of the response's token under the engine's truncated sampling
             distribution.
-        plain: Log-probability of the response's token as the loss uses it: with temperature,
-            without truncation.
+        plain: Log-probability of the response's token as the loss uses it: with temperature, and
+            without truncation unless the run replays it.
     """
 
     choice: Tensor
@@ -119,9 +119,16 @@ def judge_tokens(
 
 
 def judge_sampling(
-    placed: Placed, tokenwise: Tokenwise, sampling: SamplingParams, bound: float
+    placed: Placed,
+    tokenwise: Tokenwise,
+    sampling: SamplingParams,
+    bound: float,
+    run_replays: bool = False,
 ) -> Finding:
-    """Judges how much of the difference, at most `bound` nats, is due to truncated sampling."""
+    """Judges how much of the difference, at most `bound` nats, is due to truncated sampling.
+
+    If the run replays the truncation, at most `bound` nats may remain.
+    """
     sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
     cut, plain = (
         torch.cat([column[s] for _, s in sampled]) for column in (tokenwise.cut, tokenwise.plain)
@@ -143,6 +150,10 @@ def judge_sampling(
     found = f"at {knobs} {len(cut)} sampled tokens differ by {raw:.2g} nats on average; "
     if sampling.top_p == 1 and not sampling.top_k:
         return Finding(True, found + "there is no truncation", details=details)
+    if run_replays:
+        found += f"the run trains over the tokens that could be drawn (allowed {bound:g})"
+        cause = "Wrong tokens were recorded or replayed, if the numerics below agree."
+        return Finding(raw <= bound, found, "" if raw <= bound else cause, details)
     found += (
         f"truncation causes {share:.2g} of this (allowed {bound:g}); with the same truncation in "
         f"the trainer the difference is {same:.2g}; {outside} tokens are outside the trainer's "
@@ -150,7 +161,10 @@ def judge_sampling(
     )
     if share <= bound and outside <= MAX_OUTSIDE * len(cut):
         return Finding(True, found, details=details)
-    remedy = "Set rollout.top_p=1 rollout.top_k=0, because the trainer does not truncate."
+    remedy = (
+        "Set rollout.top_p=1 rollout.top_k=0, because the trainer does not truncate, or "
+        "algorithm.sampling_replay=rollout."
+    )
     return Finding(False, found, remedy, details)
 
 

@@ -9,6 +9,7 @@ the log-probabilities of the generated tokens for comparison.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -108,12 +109,15 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
     """Returns requests of random tokens from a fixed seed, every second one with an image."""
     rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
     length = min(PROMPT_TOKENS, max_prompt_tokens)
-    # Sample at the temperature at which the policy computes log-probabilities, without top-p or
-    # top-k.
+    # Sample at the temperature at which the policy computes log-probabilities, and without top-p or
+    # top-k, unless the policy replays them.
+    given = sampler.sampling
     sampling = SamplingParams(
-        sampler.sampling.temperature or 1.0,
-        max_new_tokens=min(NEW_TOKENS, sampler.sampling.max_new_tokens),
+        given.temperature or 1.0, max_new_tokens=min(NEW_TOKENS, given.max_new_tokens)
     )
+    if given.num_likely:
+        top_p, top_k, num_likely = given.top_p, given.top_k, given.num_likely
+        sampling = replace(sampling, top_p=top_p, top_k=top_k, num_likely=num_likely)
     extra = policy.model.source.extra_inputs
     requests = []
     for number in range(REQUESTS):

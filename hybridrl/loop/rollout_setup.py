@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from hybridrl.algorithms import needs_of
 from hybridrl.config.lag import generates_ahead, max_unfinished, no_lag, num_in_flight
 from hybridrl.config.placement import Placement
 from hybridrl.config.rules_experts import replays
+from hybridrl.config.rules_sampling import num_likely
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.data.end_tokens import end_tokens
 from hybridrl.environments.chat import ObservationEncoder
@@ -222,7 +224,10 @@ def make_sampler(
     world, source = model.world, model.source
     with world.all_agree("reading end tokens"):
         ends = end_tokens(config.model, source.hf_config, tokenizer)
-    sampling = sampling_params(config.rollout, ends)
+    sampling = replace(
+        sampling_params(config.rollout, ends),
+        num_likely=num_likely(config, source.shape.vocab_size),
+    )
     engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes: Episodes | AgentEpisodes | None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridrl.algorithms.base import Algorithm, LossOutput
+from hybridrl.algorithms.policy_gradient import PolicyGradient
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.likely_tokens import LIKELY_LOGPS
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.training.mismatch import behaviour_metrics
@@ -139,8 +141,14 @@ def _loss(
 ) -> Loss:
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
         chosen = output.chosen_logp_SK
-        logp = output.logp_S if chosen is None else chosen
+        logp = chosen if chosen is not None and algorithm.needs.teacher_top else output.logp_S
         result = algorithm.loss(logp, output.entropy_S, micro, denominator)
+        if (engine_logp := micro.model_inputs.get(LIKELY_LOGPS)) is not None:
+            assert isinstance(algorithm, PolicyGradient)  # only these have the knob
+            parts = [output.logp_S[:, None], *([] if chosen is None else [chosen])]
+            logp_SK = torch.cat(parts, 1)
+            centering = algorithm.centering_loss(logp_SK, engine_logp.value, micro, denominator)
+            result = replace(result, loss=result.loss + centering)
         if logps is not None:
             logps.append(output.logp_S.detach())
         return result.loss if weight == 1 else weight * result.loss, detached(result)

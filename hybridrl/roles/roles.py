@@ -19,6 +19,7 @@ from hybridrl.config.own_code import imported
 from hybridrl.config.roles import run_models
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_numerics import gpu_numerics_rules
+from hybridrl.config.rules_sampling import centers_scores, num_likely, replays_sampling
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
@@ -373,6 +374,10 @@ def _build(
     model = build_model(mesh, source, head, config, lender if is_alike else None)
     if role == "policy" and replays(config):
         model.replay_experts()
+    if role in ("policy", "reference") and (num := num_likely(config, source.shape.vocab_size)):
+        is_centered = role == "policy" and centers_scores(config)
+        if replays_sampling(config) or is_centered:
+            model.use_likely_tokens(replays_sampling(config), is_centered, num)
     if head == "lm" and config.numerics.is_exact:
         _match_engine(model, config)
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hybridrl.algorithms.base import Needs
+from hybridrl.config.rules_sampling import num_likely, replays_sampling
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import teacher_model
 from hybridrl.contracts.batch import TrainBatch
@@ -71,4 +72,6 @@ def make_teacher(
     with mesh.world.all_agree("loading the teacher"):
         load_weights(model, section)
     model.freeze()
+    if replays_sampling(config):
+        model.use_likely_tokens(True, False, num_likely(config, policy.shape.vocab_size))
     return Teacher(model, needs, policy.shape.vocab_size, temperature)

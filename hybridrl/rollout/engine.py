@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hybridrl.contracts.blobs import Array, Blobs, blobs_from_json
+from hybridrl.contracts.blobs import KINDS, Array, Blobs, blobs_from_json
+from hybridrl.contracts.likely_tokens import likely_entries
 from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.models.adapters.slots import POLICY
@@ -44,6 +45,7 @@ class SamplingParams:
     # response (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1 has no effect.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # subtracted from logits of tokens in the response
+    num_likely: int = 0  # most probable tokens to record at each position (likely_tokens.py)
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> SamplingParams:
@@ -68,6 +70,8 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be 1 or more")
         if not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+        if self.num_likely < 0:
+            raise ValueError(f"num_likely={self.num_likely} must be 0 (off) or more")
 
 
 class TokenTexts:
@@ -305,6 +309,19 @@ class RunningRequest:
             self._recorded.setdefault(name, []).append(kept.copy())
             self._num_recorded[name] = num + len(kept)
 
+    def record_likely(self, likely: Sequence[tuple[Array, Array]]) -> None:
+        """Records the likely tokens of the next tokens, before these are appended.
+
+        Args:
+            likely: For each token, the arrays of `likely_entries`.
+        """
+        if not (num := self.request.sampling.num_likely):
+            return
+        start = len(self.request.prompt) + len(self.tokens)
+        for index, arrays in enumerate(likely, start):
+            for name, entries in likely_entries(index, *arrays, num).items():
+                self.record(self.num_recorded(name), entries, name)
+
     @property
     def blobs(self) -> dict[str, Array]:
         """The recorded rows before the last token; engines may have recorded later ones."""
@@ -316,6 +333,8 @@ class RunningRequest:
             # These rows stay valid when weights change: they came with the request, or precede a
             # drawn token.
             given = len(self.request.blobs.get(name, ()))
+            if KINDS[name].rows == "any":  # recorded with the tokens
+                given = len(parts[0])
             if num := max(given, drawn):
                 found[name] = parts[0][:num]
         return found

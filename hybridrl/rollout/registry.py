@@ -36,6 +36,7 @@ class EngineTraits:
     # directly from the input.
     adapts_direct_latents: bool = False
     records_experts: bool = False  # whether it can record the experts chosen for each token
+    max_likely: int = 0  # most probable tokens that it can record at each position
     reads_images: bool = False  # whether prompts may contain images
     # Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/ was
     # compiled, gradients use that memory meanwhile.
@@ -84,6 +85,7 @@ ENGINES = {
         takes_recurrent_layers=True,
         takes_adapters=True,
         records_experts=True,
+        max_likely=1024,
         reads_images=True,
         ends_by_text=True,
         penalizes=True,
@@ -99,6 +101,7 @@ ENGINES = {
         takes_expert_maps=True,
         takes_recurrent_layers=True,
         records_experts=True,
+        max_likely=1024,
         reads_images=True,
         takes_adapters=True,
         adapts_direct_latents=True,

@@ -36,6 +36,7 @@ from hybridrl.models.adapters.rows import (
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.models.likely_inputs import LikelyInputs
 from hybridrl.models.megatron.adapters import adapted_rows, adapters_off, add_adapters
 from hybridrl.models.megatron.build import (
     build_chunks,
@@ -297,6 +298,12 @@ class ParallelModel:
         with self.world.all_agree("replaying experts"):
             check_layers(self._chunks)
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
+
+    def use_likely_tokens(self, is_support: bool, is_centered: bool, num_likely: int) -> None:
+        """Makes the head use the tokens that the engine recorded; arguments of LikelyInputs."""
+        num_tokens = self.source.shape.vocab_size
+        inputs = LikelyInputs(num_tokens, is_support, is_centered, num_likely)
+        self.planner.extra_inputs.append(inputs)
 
     def read_scores(self, token: ScoreToken) -> None:
         self.score_token = token

@@ -33,6 +33,17 @@ def test_check_mismatch_of_a_mixture_has_a_verdict_on_routing(folder: Path) -> N
 
 
 @pytest.mark.dist
+def test_check_mismatch_of_a_run_that_replays_truncation_agrees(folder: Path) -> None:
+    cut = ["rollout.top_p=0.5", "rollout.top_k=8", "algorithm.sampling_replay=rollout"]
+    done = hybridrl(folder, "check", "--mismatch", *GRPO, *cut, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    sampling = json.loads(done.stdout)["sampling"]
+    assert sampling["agrees"] is True and "could be drawn" in sampling["found"]
+    assert sampling["details"]["num_sampled"] > 100
+    assert sampling["details"]["diff_mean"] < 1e-4
+
+
+@pytest.mark.dist
 def test_check_mismatch_tells_people_what_differs_and_ends_with_code_1(folder: Path) -> None:
     done = hybridrl(folder, "check", "--mismatch", *GRPO, "rollout.top_p=0.5", "--reference")
     assert done.returncode == 1, done.stdout + done.stderr

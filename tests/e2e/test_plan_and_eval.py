@@ -36,6 +36,7 @@ PLAN_KEYS = {
         "checkpoint_copy_bytes",
         "state_copy_bytes",
         "router_replay",
+        "likely_tokens",
     },
 }
 METRICS = {

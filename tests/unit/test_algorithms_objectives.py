@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import make_algorithm
+from hybridrl.algorithms.grpo import Grpo
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.algorithms.policy_gradient import clipped_surrogate, soft_gated
 from hybridrl.algorithms.ppo import clipped_value_loss
@@ -233,3 +234,20 @@ def test_the_gradient_of_a_kl_loss_is_that_of_the_kl_or_known_not_to_be(
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == is_exact
     if (estimator, is_weighted) == ("k1", False):
         assert found.abs().max() < 1e-12
+
+
+def test_centering_subtracts_the_engines_mean_score_from_each_tokens_gradient() -> None:
+    """Of whole distributions: A (grad log p_t - sum_v q_v grad log p_v), over response tokens."""
+    algorithm = Grpo(GrpoConfig(score_centering=True))
+    advantages, mask, target_S = [0.0, 1.5, -2.0], [False, True, True], torch.tensor([0, 3, 1])
+    logits_SV = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q_SV = (logits_SV + torch.tensor([0.3, -0.2, 0.0, 0.5, -0.6])).softmax(-1)
+    logits_SV.requires_grad_()
+    logp_SV = logits_SV.log_softmax(-1)
+    one = micro_of(mask, advantages_S=advantages)
+    logp_S = logp_SV.gather(1, target_S[:, None])[:, 0]
+    loss = algorithm.loss(logp_S, torch.zeros(3, dtype=torch.float64), one, 4.0).loss
+    (loss + algorithm.centering_loss(logp_SV, q_SV.log(), one, 4.0)).backward()
+    drawn_SV = torch.nn.functional.one_hot(target_S, 5).double()
+    expected_SV = -torch.tensor(advantages, dtype=torch.float64)[:, None] * (drawn_SV - q_SV) / 4
+    torch.testing.assert_close(logits_SV.grad, expected_SV, rtol=0, atol=1e-12)

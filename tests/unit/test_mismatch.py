@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,18 @@ def test_sampling_tells_truncation_from_numerics() -> None:
     outside = said([1, 2], [half] * 2, [half] * 2, [half, -math.inf])
     assert judge_sampling([pairs], outside, PARAMS, 1e-3).details["num_outside"] == 1
     assert not judge_sampling([pairs], outside, PARAMS, 1e-3).agrees
+
+
+def test_sampling_judges_what_the_run_replays() -> None:
+    """A missed replay shows as the difference that truncation causes."""
+    half = -math.log(2)
+    pairs = [(answer((1, 2), (0.0, 0.0), is_greedy=False), slice(0, 2))]
+    params = replace(PARAMS, top_k=1)
+    replayed = said([1, 2], [half] * 2, [0.0] * 2, [0.0] * 2)
+    assert judge_sampling([pairs], replayed, params, 1e-3, run_replays=True).agrees
+    missed = said([1, 2], [half] * 2, [half] * 2, [0.0] * 2)
+    found = judge_sampling([pairs], missed, params, 1e-3, run_replays=True)
+    assert not found.agrees and "Wrong tokens" in found.remedy
 
 
 def test_numerics_names_the_stage_or_says_that_rounding_adds_up() -> None:

@@ -25,8 +25,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl import ops
+from hybridrl.contracts.likely_tokens import LIKELY_TOKENS
+from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.models.family import Scales
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.models.likely_inputs import IS_SUPPORT
 from hybridrl.models.megatron.attached_loss import AttachedLoss
 from hybridrl.models.megatron.attention import PackedSequences
 from hybridrl.models.megatron.mtp import NextTokenLayer, target_rows
@@ -44,11 +47,23 @@ class HeadInput:
         tokens: Target token at each position, (S,), or the target and K further tokens, (S, 1 + K),
             int64.
         rows_N: Positions for which the head is computed, ascending.
+        is_support: Whether the softmax is computed only over the given tokens; -1 stands for none.
+        is_for_gradients: Whether the further tokens are only needed in passes with gradients.
     """
 
     tokens: torch.Tensor
     rows_N: torch.Tensor
     temperature: float
+    is_support: bool = False
+    is_for_gradients: bool = False
+
+    @staticmethod
+    def of(micro: MicroBatch, rows_N: torch.Tensor, temperature: float) -> HeadInput:
+        likely = micro.model_inputs.get(LIKELY_TOKENS)
+        if likely is None:
+            return HeadInput(micro.labels, rows_N, temperature)
+        is_support = IS_SUPPORT in micro.model_inputs
+        return HeadInput(likely.value, rows_N, temperature, is_support, is_for_gradients=True)
 
 
 class TokenStats(NamedTuple):
@@ -140,7 +155,10 @@ class _TokenStatsFunction(torch.autograd.Function):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Computes the logits of K columns at each position, (N, K) fp32, over all shards."""
+    """Computes the logits of K columns at each position, (N, K) fp32, over all shards.
+
+    `is_alone` tells whether no other function computes gradients of the same weight.
+    """
 
     @staticmethod
     def forward(
@@ -153,6 +171,7 @@ class _ChosenLogits(torch.autograd.Function):
         cap: float,
         num_columns: int,
         group: dist.ProcessGroup,
+        is_alone: bool,
     ) -> torch.Tensor:
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         logits_NK = ops.vocab_chosen(hidden_ND, shard_VD, columns_NK, temperature, cap)
@@ -160,7 +179,7 @@ class _ChosenLogits(torch.autograd.Function):
             dist.all_reduce(logits_NK, group=group)
         ctx.save_for_backward(hidden_ND, weight_VD, columns_NK, rows_N)
         ctx.temperature, ctx.cap, ctx.num_columns = temperature, cap, num_columns
-        ctx.num_positions = hidden_SD.size(0)
+        ctx.num_positions, ctx.is_alone = hidden_SD.size(0), is_alone
         return logits_NK
 
     @staticmethod
@@ -180,9 +199,25 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        # If the gradient was added to main_grad, _TokenStatsFunction returns a placeholder instead.
-        grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        if main_grad_VD is None:
+            grad_weight = _padded(grad_shard, weight_VD)
+        else:  # otherwise _TokenStatsFunction returns the placeholder
+            grad_weight = _placeholder(weight_VD) if ctx.is_alone else None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _over_support(
+    logits_NK: torch.Tensor, tokens_NK: torch.Tensor, rows_N: torch.Tensor, num_positions: int
+) -> TokenStats:
+    """Returns statistics of the softmax over given tokens, the first of which are the targets."""
+    is_none_NK = tokens_NK < 0
+    logp_NK = logits_NK.masked_fill(is_none_NK, -torch.inf).log_softmax(-1)
+    entropy_N = -(logp_NK.exp() * logp_NK.masked_fill(is_none_NK, 0.0)).sum(-1)
+    stats = [_at_rows(part_N, rows_N, num_positions) for part_N in (logp_NK[:, 0], entropy_N)]
+    if not torch.is_grad_enabled() or logp_NK.size(1) == 1:
+        return TokenStats(*stats)
+    chosen = [_at_rows(part, rows_N, num_positions) for part in (logp_NK[:, 1:], tokens_NK[:, 1:])]
+    return TokenStats(*stats, *chosen)
 
 
 def _padded(grad_shard: torch.Tensor | None, weight_VD: torch.Tensor) -> torch.Tensor | None:
@@ -375,11 +410,16 @@ class LanguageModel(PackedModel):
         hidden_SD = hidden_states.flatten(0, 1)
         head = (temperature, self.logits_cap, num_columns, group)
         tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
+        if labels.is_for_gradients and not (labels.is_support or torch.is_grad_enabled()):
+            tokens_NC = tokens_NC[:, :1]
         if self.num_top:
             top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])
             tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
+        if labels.is_support:
+            logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head, True)
+            return _over_support(logits_NC, tokens_NC, rows_N, hidden_SD.size(0))
         target_N = columns_NC[:, 0].contiguous()  # the kernels need contiguous targets
         exact_N = None
         if self.exact_logps is not None:
@@ -388,7 +428,7 @@ class LanguageModel(PackedModel):
         stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head, exact_N)
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
-        logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
+        logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head, False)
         # The softmax uses the same denominator for all columns.
         logp_N = stats[0].index_select(0, rows_N)
         chosen_NK = logits_NC[:, 1:] - logits_NC[:, :1] + logp_N[:, None]

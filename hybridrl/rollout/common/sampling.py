@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
+from hybridrl.contracts.blobs import Array
 from hybridrl.errors import UserError
 from hybridrl.models.weight_bounds import exploded, explosion
 from hybridrl.rollout.engine import SamplingParams
@@ -76,21 +77,43 @@ def sample(
     (float32) under the distribution after temperature, top-k and top-p; for temperature 0, the
     model's.
     """
+    return sample_likely(logits_BV, sampling, uniform_B)[:2]
+
+
+def sample_likely(
+    logits_BV: Tensor, sampling: Sequence[SamplingParams], uniform_B: npt.NDArray[np.float64]
+) -> tuple[Tensor, Tensor, list[tuple[Array, Array]]]:
+    """Draws tokens as `sample` does; also returns each row's arrays for `record_likely`, or no
+    arrays if no row records likely tokens.
+    """
     rows = RowSampling.of(sampling, logits_BV.device)
-    return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
+    uniform = torch.from_numpy(uniform_B).to(logits_BV.device)
+    tokens_B, logp_B, logp_BV = _sampled(logits_BV.float(), rows, uniform)
+    num = min(max(row.num_likely for row in sampling), logits_BV.size(-1))
+    if not num:
+        return tokens_B, logp_B, []
+    top = logp_BV.topk(num)
+    tokens_BK = torch.cat((tokens_B[:, None], top.indices), 1).cpu().numpy()
+    logps_BK = torch.cat((logp_B[:, None], top.values), 1).cpu().numpy()
+    return tokens_B, logp_B, list(zip(tokens_BK, logps_BK, strict=True))
 
 
 def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Draws tokens as `sample` does, with uniform_B (float64, in [0, 1)), without synchronizing."""
-    logits_BV = logits_BV.float()
+    return _sampled(logits_BV.float(), rows, uniform_B)[:2]
+
+
+def _sampled(
+    logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     if rows.are_all_greedy:
-        tokens_B = logits_BV.argmax(-1)
-        return tokens_B, _gather(logits_BV.log_softmax(-1), tokens_B)
-    logp_BV = _log_distribution(logits_BV, rows)
-    tokens_B = ops.invert_rows(logp_BV, uniform_B)
-    if rows.is_any_greedy:
-        tokens_B = torch.where(rows.is_greedy_B, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, _gather(logp_BV, tokens_B)
+        tokens_B, logp_BV = logits_BV.argmax(-1), logits_BV.log_softmax(-1)
+    else:
+        logp_BV = _log_distribution(logits_BV, rows)
+        tokens_B = ops.invert_rows(logp_BV, uniform_B)
+        if rows.is_any_greedy:
+            tokens_B = torch.where(rows.is_greedy_B, logits_BV.argmax(-1), tokens_B)
+    return tokens_B, _gather(logp_BV, tokens_B), logp_BV
 
 
 def draw_rows(

@@ -27,7 +27,7 @@ from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.queue import QueuedEngine
-from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
+from hybridrl.rollout.common.sampling import no_logprob, sample_likely, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
 from hybridrl.rollout.hf.exact import compute_exactly, compute_wide_logits
 from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
@@ -273,7 +273,9 @@ class HfEngine(QueuedEngine):
         histories = [TokenHistory(r.request.prompt, r.tokens) for r in rows]
         sampling = [row.request.sampling for row in rows]
         logits_BV = penalized(logits_BV, sampling, histories)
-        tokens_B, logp_B = sample(logits_BV, sampling, uniform_B)
+        tokens_B, logp_B, likely = sample_likely(logits_BV, sampling, uniform_B)
+        for row, one in zip(rows, likely, strict=False):
+            row.record_likely([one])
         # The only sync point of a step: the next input depends on the drawn tokens.
         drawn = zip(rows, tokens_B.tolist(), logp_B.tolist(), strict=True)
         is_done = [False] * start

@@ -250,6 +250,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         for token in output.new_token_ids:  # at most one token
             logp = self._decoding.logp(name)
             self._check_logps([logp], lambda _: row.request.request_id)
+            row.record_likely(self._decoding.likely(name))
             completion = row.append(token, logp, self._version)
         if completion is None and not output.finished:
             return
@@ -265,10 +266,11 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end_by_text(name, row, completion)
 
     def _take_drawn(self) -> None:
-        for name, tokens, logps in self._drawn.take():
+        for name, tokens, logps, likely in self._drawn.take():
             row = self._running.get(name)
             if row is None:  # aborted since
                 continue
+            row.record_likely(likely)
             completion = row.extend(tokens, logps, self._version)
             if completion is not None:
                 self._end_by_text(name, row, completion)
@@ -303,7 +305,7 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
         ignore_eos=True,
         # vLLM stores seeds as signed 64-bit numbers; -1 means none.
         seed=int(draw_seeds([request.seed], [0])[0] >> 1),
-        logprobs=0,
+        logprobs=sampling.num_likely,
         detokenize=False,
         skip_clone=True,  # the object is not shared, and a deep copy takes a tenth of a CPU step
     )

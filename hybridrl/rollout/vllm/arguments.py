@@ -13,6 +13,7 @@ from hybridrl.rollout.common.settings import (
     kv_cache_blocks,
     usable_bytes,
 )
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.rollout.vllm.hybrid_cache import GPU_LEAST_BLOCK_SIZE, HybridCache
 from hybridrl.rollout.vllm.images import image_arguments
 
@@ -79,6 +80,7 @@ def engine_arguments(
         "max_num_seqs": settings.max_batch,
         "enable_prefix_caching": _caches_prefixes(shape, is_cpu=device_memory is None),
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": ENGINES["vllm"].max_likely,
         "disable_log_stats": True,
         "seed": 0,
         "enforce_eager": device_memory is None or settings.eager,

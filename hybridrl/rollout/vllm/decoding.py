@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hybridrl.contracts.blobs import Array
+
 # Maximum number of steps whose tokens are buffered before they are written to the requests.
 MAX_BUFFERED = 256
+
+Likely = Sequence[tuple[Array, Array]]
+"""For some tokens, the arrays of contracts/likely_tokens.py, `likely_entries`."""
 
 
 def scheduler_fits(scheduler: Any) -> bool:
@@ -45,6 +50,7 @@ class StepTokens(NamedTuple):
     names: list[str]
     tokens: list[int]
     logps: list[float]
+    likely: Likely  # of each token; empty if no running request records likely tokens
 
 
 class StepBuffer:
@@ -59,14 +65,19 @@ class StepBuffer:
     def add(self, step: StepTokens) -> None:
         self._steps.append(step)
 
-    def take(self) -> Iterator[tuple[str, tuple[int, ...], tuple[float, ...]]]:
-        """Yields each request's name, tokens and log-probabilities, and empties the buffer."""
+    def take(self) -> Iterator[tuple[str, tuple[int, ...], tuple[float, ...], Likely]]:
+        """Yields each request's name, tokens, log-probabilities and likely tokens, and empties the
+        buffer.
+        """
         steps, self._steps = self._steps, []
         if not steps:
             return
         tokens = zip(*(step.tokens for step in steps), strict=True)
         logps = zip(*(step.logps for step in steps), strict=True)
-        yield from zip(steps[0].names, tokens, logps, strict=True)
+        for place, (name, own, own_logps) in enumerate(
+            zip(steps[0].names, tokens, logps, strict=True)
+        ):
+            yield name, own, own_logps, [step.likely[place] for step in steps if step.likely]
 
 
 class SteadyRows:
@@ -220,6 +231,7 @@ class DecodingSteps:
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
         self._own_schedule, self._own_update = scheduler.schedule, scheduler.update_from_output
         self._logps: dict[str, float] = {}
+        self._likely: dict[str, tuple[Array, Array]] = {}
         self._drawn: list[StepTokens] = []
         self._steady: SteadyRows | None = None
         self._decoded: list[
@@ -243,6 +255,9 @@ class DecodingSteps:
 
     def logp(self, request_id: str) -> float:
         return self._logps[request_id]
+
+    def likely(self, request_id: str) -> Likely:
+        return [self._likely[request_id]] if request_id in self._likely else []
 
     def write(self) -> None:
         """Brings vLLM's requests up to date; must be called before they are read."""
@@ -389,20 +404,27 @@ class DecodingSteps:
     def _update_from_output(self, scheduled: Any, result: Any) -> Any:
         logprobs, result.logprobs = result.logprobs, None
         logps = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        likely: list[tuple[Array, Array]] = []
+        if logprobs is not None and logprobs.logprobs.shape[1] > 1:
+            likely = [*zip(logprobs.logprob_token_ids, logprobs.logprobs, strict=True)]
         if not self._is_known or not logps:  # empty if nothing was computed
             self._logps = dict(zip(result.req_ids, logps, strict=True)) if logps else {}
+            self._likely = dict(zip(result.req_ids, likely, strict=False))
             return self._own_update(scheduled, result)
         counts, index = scheduled.num_scheduled_tokens, result.req_id_to_index
         others = {}
-        if not self._take_steady(counts, result, logps):
+        if not self._take_steady(counts, result, logps, likely):
             self._leave_steady()
-            others = self._take_plain(counts, result, logps)
+            others = self._take_plain(counts, result, logps, likely)
         self._logps = {name: logps[index[name]] for name in others}
+        self._likely = {name: likely[index[name]] for name in others if likely}
         rest = copy(scheduled)
         rest.num_scheduled_tokens = others
         return self._own_update(rest, result)
 
-    def _take_steady(self, counts: Mapping[str, int], result: Any, logps: Sequence[float]) -> bool:
+    def _take_steady(
+        self, counts: Mapping[str, int], result: Any, logps: Sequence[float], likely: Likely
+    ) -> bool:
         """Reads the tokens of a step if it consists of the steady rows; returns whether it does."""
         steady, index = self._steady, result.req_id_to_index
         if (
@@ -414,13 +436,13 @@ class DecodingSteps:
         tokens = steady.take(index, result.sampled_token_ids)
         if tokens is None:
             return False
-        self._drawn.append(
-            StepTokens(steady.names, tokens, [logps[index[n]] for n in steady.names])
-        )
+        rows = [index[name] for name in steady.names]
+        own = [likely[row] for row in rows if likely]
+        self._drawn.append(StepTokens(steady.names, tokens, [logps[row] for row in rows], own))
         return True
 
     def _take_plain(
-        self, counts: Mapping[str, int], result: Any, logps: Sequence[float]
+        self, counts: Mapping[str, int], result: Any, logps: Sequence[float], likely: Likely
     ) -> dict[str, int]:
         """Appends each token that is neither its request's first nor its last, if the request was
         not preempted. Returns the other requests with their numbers of tokens.
@@ -429,7 +451,8 @@ class DecodingSteps:
         sampled, most = result.sampled_token_ids, self._scheduler.max_model_len
         running, size, is_async = self._running_status, self._block_size, self.is_async
         others: dict[str, int] = {}
-        drawn = StepTokens([], [], [])
+        own_likely: list[tuple[Array, Array]] = []
+        drawn = StepTokens([], [], [], own_likely)
         for name, count in counts.items():
             row = index[name]
             tokens, request = sampled[row], requests.get(name)  # a prompt chunk yields no token
@@ -459,6 +482,8 @@ class DecodingSteps:
             drawn.names.append(name)
             drawn.tokens.append(token)
             drawn.logps.append(logps[row])
+            if likely:
+                own_likely.append(likely[row])
         if drawn.names:
             self._drawn.append(drawn)
         return others

@@ -36,6 +36,7 @@ from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES, engine_package
 from hybridrl.services.planner import image_costs
+from hybridrl.services.planner.likely_tokens import LikelyBytes, likely_bytes
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
     largest_micro_batch,
@@ -88,6 +89,7 @@ class Memory:
     staging: int
     saved: int = 0
     replay: ReplayBytes | None = None
+    likely: LikelyBytes | None = None
     host_state: int = 0
     start: int = 0
 
@@ -312,6 +314,8 @@ def estimate_memory(
     always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
     training = always + trained + gradients + states
     training += replay.train if replay and "policy" in held.roles else 0
+    likely = likely_bytes(config, shape.vocab_size)
+    training += likely.train if likely and "policy" in held.roles else 0
     training += 0 if engine.sleeps else engine_bytes
     passes = partial(_activation_bytes, config, held.models, itemsize)
     step = PIECE_BYTES if level.is_low_precision else 0  # no passes run at the same time
@@ -338,6 +342,7 @@ def estimate_memory(
         staging=config.rollout.staging_mib * MIB,
         saved=saved + saved_states,
         replay=replay,
+        likely=likely,
         host_state=saved_states - states,
         # Megatron allocates buffers for all weights and gradients before it frees the weights.
         start=always + 2 * trained + gradients,

@@ -195,7 +195,8 @@ def _report(
 def _peaks(
     config: Config, memories: Sequence[Memory], num_hosts: int, on_gpu: bool
 ) -> dict[str, Any]:
-    replay, saved = memories[0].replay, max(memory.saved for memory in memories)
+    replay, likely = memories[0].replay, memories[0].likely
+    saved = max(memory.saved for memory in memories)
     copied = locked_bytes(saved) if on_gpu else saved  # GPU tensors: to page-locked memory
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
@@ -205,6 +206,7 @@ def _peaks(
         "checkpoint_copy_bytes": copied if is_written_from_copies(config) else 0,
         "state_copy_bytes": state_copy_bytes(config, saved, copied, num_hosts),
         "router_replay": replay.as_json() if replay else None,
+        "likely_tokens": likely.as_json() if likely else None,
     }
 
 

@@ -161,6 +161,12 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
             f"{memory_size(replay['train_bytes'])} in training, "
             f"{memory_size(replay['rollout_bytes'])} in rollout"
         )
+    if (likely := memory["likely_tokens"]) is not None:
+        yield (
+            f"         likely tokens: at most {likely['token_bytes']} B per sampled token, "
+            f"{memory_size(likely['step_bytes'])} per step on the hosts and "
+            f"{memory_size(likely['train_bytes'])} on a rank's device in training"
+        )
 
 
 def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -243,7 +243,7 @@ class BatchPlanner:
             {name: one.value for name, one in local.model_inputs.items()}
             | {PREDICTS: local.loss_mask_S},
         )
-        head = HeadInput(local.labels, rows_N, temperature)
+        head = HeadInput.of(local, rows_N, temperature)
         return ModelInput(whole, local, index_S, head, packed)
 
     def _schedule(
