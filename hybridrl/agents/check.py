@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 from hybridrl.agents.command import Bubblewrap
 from hybridrl.agents.own_environment import OwnEnvironment
@@ -13,11 +18,11 @@ from hybridrl.errors import MISSING, UserError
 
 
 def check_agent(agent: AgentConfig) -> list[UserError]:
-    """Returns the errors that need no model: a missing package, function or sandbox."""
+    """Returns the errors that need no model: a missing package, program, function or sandbox."""
     if not agent.is_on:
         return []
     found = check_package()
-    for check in (_checked_function, find_picker, _checked_sandbox):
+    for check in (_checked_program, _checked_function, find_picker, _checked_sandbox):
         try:
             check(agent)
         except UserError as error:
@@ -41,19 +46,49 @@ def find_picker(agent: AgentConfig) -> Picker:
     return picker
 
 
+def _checked_program(agent: AgentConfig) -> None:
+    if agent.command is None or isinstance(agent.command, str):  # a shell finds programs in a text
+        return
+    program = agent.command[0]
+    path = agent.env.get("PATH", os.environ.get("PATH", os.defpath))
+    is_relative = os.path.dirname(program) != "" and not os.path.isabs(program)
+    if is_relative or shutil.which(program, path=path) is None:
+        allowed = "a program in PATH, or the absolute path of one"
+        remedy = "Correct agent.command. Programs start in an empty folder of their own."
+        raise UserError("agent.command", program, allowed, remedy)
+
+
 def _checked_function(agent: AgentConfig) -> None:
     if agent.function is None:
         return
     if agent.python is None:
-        found_callable(agent.function, "agent.function", "package.module:function")
+        found = found_callable(agent.function, "agent.function", "package.module:function")
+        _check_options(found, agent)
         return
     environment = OwnEnvironment(agent.python)
+    if shutil.which(environment.python) is None:
+        allowed = "the interpreter of a Python environment, such as envs/tools/bin/python"
+        raise UserError("agent.python", agent.python, allowed, "Correct the path.")
     try:
         wrong = environment.check(agent.function)
     finally:
         environment.close()
     if wrong is not None:
         raise UserError("agent.function", agent.function, "package.module:function", wrong)
+
+
+def _check_options(function: Callable[..., Any], agent: AgentConfig) -> None:
+    try:
+        inspect.signature(function).bind(None, **agent.options)  # None stands for the task
+    except TypeError as error:
+        raise UserError(
+            "agent.options",
+            dict(agent.options),
+            f"options that fit {agent.function}{inspect.signature(function)}, without the task",
+            f"Change the options: {error}.",
+        ) from error
+    except ValueError:  # Python cannot determine the function's signature
+        pass
 
 
 def _checked_sandbox(agent: AgentConfig) -> None:

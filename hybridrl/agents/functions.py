@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -46,7 +47,12 @@ class _Call:
     task: AgentTask
     done: Callable[[Report], None]
     deadline: float
+    log: Path | None
     is_cancelled: bool = False
+
+    @property
+    def where(self) -> str:
+        return WHERE if self.log is None else f"{WHERE} (output: {self.log})"
 
 
 class FunctionRunner:
@@ -127,7 +133,7 @@ class _Worker:
         line = _line({"task": asdict(task), "log": None if log is None else str(log)})
         deadline = self._clocks.of(task.is_evaluation).now() + self._timeout_s
         with self._lock:
-            self._calls[task.key] = _Call(task, done, deadline)
+            self._calls[task.key] = _Call(task, done, deadline, log)
             if self._lines is None:
                 self._lines = self._begin()
             self._lines.put(line)
@@ -177,9 +183,9 @@ class _Worker:
                 calls, self._calls = list(self._calls.values()), {}
             for call in calls:
                 if is_late and call.is_cancelled:
-                    call.done(self._late())
+                    call.done(self._late(call))
                 else:
-                    call.done(Report(failure=(f"{ended} on {WHERE}", FUNCTION)))
+                    call.done(Report(failure=(f"{ended} on {call.where}", FUNCTION)))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         if (own := self._environment) is not None:
@@ -223,14 +229,14 @@ class _Worker:
         if call is None:
             return
         if call.is_cancelled:
-            call.done(self._late())
+            call.done(self._late(call))
         elif error is not None:
-            call.done(Report(failure=(f"raised {error} for {WHERE}", FUNCTION)))
+            call.done(Report(failure=(f"raised {error} for {call.where}", FUNCTION)))
         else:
             call.done(checked_report(reward))
 
-    def _late(self) -> Report:
-        got = f"took longer than {self._timeout_s:g} s for {WHERE}"
+    def _late(self, call: _Call) -> Report:
+        got = f"took longer than {self._timeout_s:g} s for {call.where}"
         return Report(failure=(got, "at most agent.timeout_s"))
 
     def _cancel_late(self) -> bool:

@@ -17,6 +17,7 @@ from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, leaves, without_secrets
 from hybridrl.config.lag import lag_identity
 from hybridrl.config.load import load_config, to_yaml
+from hybridrl.config.lora import LoraConfig
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.wrapped_models import has_images
@@ -25,6 +26,7 @@ from hybridrl.errors import ConfigError, UserError
 DIGESTS_FILE = "interpolated.json"
 # Knobs that change how fast rewards are computed, but not their values.
 _SPEED = {"workers", "timeout_s"}
+_ABSENT = {"lora": LoraConfig().model_dump(mode="json")}  # of runs without the section
 _HOW_FAST: Any = {
     **dict.fromkeys(_SPEED, True),
     "accuracy": True,  # affects reports only
@@ -168,7 +170,8 @@ def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserEr
     found = []
     now = identity(config)
     for section in sorted(set(now) | set(saved)):
-        before, after = dict(saved.get(section, {})), now.get(section, {})
+        absent = _ABSENT.get(section, {})
+        before, after = dict(saved.get(section, absent)), now.get(section, absent)
         for key in sorted(set(before) | set(after)):
             if before.get(key) != after.get(key):
                 remedy = "Restore this value, or choose another run.name."

@@ -21,14 +21,14 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class Producer:
-    """Code that produced a value: name, source file and line."""
+    """Code that produced a value: name, source file and line; no file if it is not a function."""
 
     what: str
-    file: str
-    line: int
+    file: str = ""
+    line: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what} ({Path(self.file).name}:{self.line})"
+        return self.what if not self.file else f"{self.what} ({Path(self.file).name}:{self.line})"
 
     @staticmethod
     def of(source: object, what: str) -> Producer:

@@ -121,7 +121,7 @@ class TurnPart(Part):
     def __init__(self, name: str, weight: float | None, source: str) -> None:
         super().__init__(name, TurnRewards())
         self.weight, self.is_counted = weight or 0.0, weight is not None
-        self.producer = Producer.of(TurnRewards, source)
+        self.producer = Producer(source)
         self.ended: dict[int, Outcome] = {}
         self.is_in_place = False
 

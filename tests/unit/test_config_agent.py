@@ -127,6 +127,35 @@ def test_functions_and_sandboxes_are_looked_up(monkeypatch, tmp_path):
     assert check_agent(AgentConfig(function="own_agents:silent")) == []
 
 
+@pytest.mark.parametrize("command", [["pyhton", "a.py"], ["./run"], ["bin/run", "a"], ["/no/run"]])
+def test_a_program_that_does_not_exist_is_refused(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an agent starts in another folder
+    (tmp_path / "run").touch(0o755)
+    (found,) = check_agent(AgentConfig(command=command))
+    assert found.name == "agent.command" and found.value == command[0]
+
+
+def test_programs_are_found_as_when_they_start(tmp_path):
+    (tmp_path / "run").touch(0o755)
+    for one in (
+        {"command": ["true"]},
+        {"command": "cd somewhere && run"},
+        {"command": [str(tmp_path / "run")]},
+        {"command": ["run"], "env": {"PATH": str(tmp_path)}},
+    ):
+        assert check_agent(AgentConfig.model_validate(one)) == []
+
+
+def test_options_that_the_function_does_not_have_are_refused():
+    assert check_agent(AgentConfig(function="own_agents:rewarded", options={"reward": 1.0})) == []
+    for options, message in (
+        ({"rewrad": 1.0}, "unexpected keyword argument 'rewrad'"),
+        ({"task": 1}, "multiple values for argument 'task'"),
+    ):
+        (found,) = check_agent(AgentConfig(function="own_agents:rewarded", options=options))
+        assert found.name == "agent.options" and message in found.remedy
+
+
 def test_the_package_of_the_endpoint_is_needed_only_by_agents(monkeypatch):
     monkeypatch.setattr("hybridrl.agents.check.find_spec", lambda name: None)
     (found,) = check_agent(AgentConfig(command="true"))

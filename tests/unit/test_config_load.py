@@ -238,6 +238,12 @@ def test_identity_changes_with(override: str) -> None:
     ]
 
 
+def test_a_resumed_run_with_other_adapters_names_only_what_was_set() -> None:
+    plain, lora = load_config_dict(MINIMAL), load_config_dict(MINIMAL, ["lora.rank=4"])
+    for before, after in ((plain, lora), (lora, plain)):
+        assert [v.name for v in identity_violations(identity_of(before), after)] == ["lora.rank"]
+
+
 @pytest.mark.parametrize(
     "override",
     [
