@@ -193,7 +193,7 @@ class Run:
         outputs = self.model.forward_all(inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
         if pads:
-            inputs = [self.model.planner._input(plan.here, [], 1.0), *inputs]
+            inputs = [self.model.planner._input(plan.here, [], None, 1.0), *inputs]
         # Twice: from the second time on gradients are reduced while the backward pass runs.
         for _ in range(2):
             self.model.accumulate(inputs, objective)
@@ -228,7 +228,7 @@ def print_once(mesh: Mesh, text: str) -> None:
         print(text, flush=True)
 
 
-def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, World]]:
+def worlds(platform: Platform, *layouts: str) -> Iterator[tuple[str, Mesh]]:
     size = torch.distributed.get_world_size()
     for text in layouts:
         sizes = {axis: int(n) for axis, n in re.findall(r"(etp|ep|tp|pp|cp)(\d+)", text)}

@@ -354,6 +354,14 @@ def test_family_deepseek_v3_describes_kimi_k2_whose_type_transformers_does_not_k
         read_model(None, {**kimi, "quantization_config": {"quant_method": "fp8"}})
 
 
+def test_family_phi3_needs_the_longest_sequence_only_for_a_window() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"}
+    family = resolve_family("phi3", sizes)
+    assert family.shape(sizes).window is None
+    with pytest.raises(ModelError, match="max_position_embeddings is missing"):
+        family.shape({**sizes, "sliding_window": 8})
+
+
 def test_family_gemma3_reads_both_forms_of_its_positions() -> None:
     gemma, scaled = resolve_family("gemma3_text", {}), {"rope_type": "linear", "factor": 8.0}
     older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaled}

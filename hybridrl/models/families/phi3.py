@@ -24,8 +24,8 @@ def shape(hf_config: HfConfig) -> ModelShape:
     window has no effect, because longer sequences are rejected.
     """
     sizes = windowed_shape(hf_config)
-    longest = size(hf_config, "max_position_embeddings")
-    is_long = sizes.window is not None and sizes.window >= longest
+    window = sizes.window
+    is_long = window is not None and window >= size(hf_config, "max_position_embeddings")
     if is_long and rope_kind(rope_parameters(hf_config)[0]) == "longrope":
         return replace(sizes, window=None)
     return sizes
