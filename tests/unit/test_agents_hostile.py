@@ -121,7 +121,7 @@ def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_wrong_value_anywhere_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
     dialect, body = DIALECTS[name]

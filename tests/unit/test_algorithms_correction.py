@@ -20,7 +20,7 @@ from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.training.batches.collation import micro_batch
 
-NUM_BATCHES = 200
+NUM_BATCHES = 40
 EXACT = 1e-6  # float32 columns are exact on both sides; sums of float64 in another order
 
 

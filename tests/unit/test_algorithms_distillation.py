@@ -18,7 +18,7 @@ from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.errors import ConfigError
 from hybridrl.training.batches.collation import micro_batch
 
-NUM_BATCHES = 200
+NUM_BATCHES = 40
 F32 = 1e-6  # columns are stored as float32; everything before that is float64
 # Probabilities out of float32 columns: their sum's complement is off by 1e-7 absolutely, and here
 # never below 1e-3.

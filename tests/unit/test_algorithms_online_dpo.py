@@ -19,7 +19,7 @@ from hybridrl.config.schema import OnlineDpoConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.training.batches.collation import micro_batch, unpack
 
-NUM_BATCHES = 200
+NUM_BATCHES = 40
 EXACT = 1e-6  # float32 columns beside float64 loops
 
 # Of a pair: (chosen's, rejected's) log-probabilities, those of the reference, lengths.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from thread_ranks import ThreadRank, on_ranks
 from hybridrl.algorithms.over_tokens import NUM_MARKS, OverTokens
 from hybridrl.parallel.exchange import bring
 
+whole_batch = cache(lambda: train_batch(400, 4))
+
 
 @pytest.mark.parametrize("count", [1, 7, 300, 2000, 10**6])
 @pytest.mark.parametrize("num_values", [1, 5, 10**9])
@@ -18,7 +22,7 @@ def test_the_first_tokens_of_all_ranks_are_those_of_the_whole_batch(
     count: int, num_values: int
 ) -> None:
     rng = np.random.default_rng(count + num_values)
-    whole = train_batch(400, 4)
+    whole = whole_batch()
     num = int(whole.response_lengths_B.sum())
     assert num > 4 * NUM_MARKS
     order_R = torch.from_numpy(rng.integers(0, num_values, num).astype(np.float64))

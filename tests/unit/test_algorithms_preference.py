@@ -20,7 +20,7 @@ from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
 from hybridrl.contracts.batch import BatchError, TrainBatch
 from hybridrl.training.batches.collation import micro_batch, unpack
 
-NUM_BATCHES = 200
+NUM_BATCHES = 40
 VALUE = 1e-6  # float32 parts of the loss
 SLOPE = 1e-6  # float32 advantages; the differences' own error is below 1e-8
 

@@ -23,7 +23,7 @@ from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.loop.checkpoints import load_run_state, run_state
 from hybridrl.training.batches.collation import micro_batch
 
-NUM_BATCHES = 200
+NUM_BATCHES = 40
 CONFIG = RewardModelConfig(margin=0.3, center_coef=0.05)
 SLOPE = 1e-6  # float32 advantages; the differences' own error is below 1e-8
 

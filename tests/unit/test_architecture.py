@@ -160,16 +160,13 @@ def imports(path: Path, for_types: bool = False) -> list[Import]:
 
 
 def _imports(path: Path, for_types: bool) -> Iterator[Import]:
-    tree = tree_of(path)
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if for_types:
-            break
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(child for part in node.body for child in ast.walk(part))
-    for node in ast.walk(tree):
-        if node in skipped:
+    waiting: list[ast.AST] = [tree_of(path)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.expr):  # imports are statements
             continue
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        waiting += node.orelse if is_for_types and not for_types else ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(relative(path), node.lineno, alias.name)
@@ -342,6 +339,9 @@ MAY_PRINT = {
 }
 
 
+WRITING = ("print", "os.write", "os.fdopen", "open", "sys.stdout.write", "sys.stderr.write")
+
+
 def console_writes(tree: ast.AST) -> Iterator[int]:
     """Yields lines that write to the console by another way than `hybridrl.console`."""
     for node in ast.walk(tree):
@@ -349,11 +349,14 @@ def console_writes(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
         if not isinstance(node, ast.Call):
             continue
-        called, given = ast.unparse(node.func), [ast.unparse(one) for one in node.args[:1]]
+        called = ast.unparse(node.func)
+        if called not in WRITING:
+            continue
+        given = [ast.unparse(one) for one in node.args[:1]]
         to = [ast.unparse(one.value) for one in node.keywords if one.arg == "file"]
         is_printed = called == "print" and to in ([], ["sys.stdout"], ["sys.stderr"])
-        is_past = called in ("os.write", "os.fdopen", "open") and given in (["1"], ["2"])
-        if is_printed or is_past or called in ("sys.stdout.write", "sys.stderr.write"):
+        is_past = called in WRITING[1:4] and given in (["1"], ["2"])
+        if is_printed or is_past or called in WRITING[4:]:
             yield node.lineno
 
 

@@ -45,7 +45,7 @@ def cost(length: int) -> int:
     return length * (length + DEFAULT_ATTENTION_LENGTH)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(**CASES)
 def test_schedule_holds_every_sample_once_within_the_budget_evenly(
     lengths, num_ranks, budget, multiple
@@ -60,7 +60,7 @@ def test_schedule_holds_every_sample_once_within_the_budget_evenly(
     assert all(list(micro) == sorted(micro) for micro in micros)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(**CASES)
 def test_schedule_leaves_a_micro_batch_empty_only_for_want_of_samples(
     lengths, num_ranks, budget, multiple
@@ -69,7 +69,7 @@ def test_schedule_leaves_a_micro_batch_empty_only_for_want_of_samples(
     assert sum(not micro for micro in micros) == max(0, len(micros) - len(lengths))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(**CASES)
 def test_schedule_makes_no_more_micro_batches_than_packing_needs(
     lengths, num_ranks, budget, multiple

@@ -11,6 +11,7 @@ import torch
 from batches import train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from some_cases import some
 
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
 from hybridrl.training.batches.balance import Schedule, schedule
@@ -101,7 +102,7 @@ def test_copies_of_a_long_prompt_are_limited() -> None:
     assert max(unit.key_rows for unit in units) <= KEY_ROWS_OF_BUDGET * budget
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", some(range(20), 6))
 def test_large_units_never_make_the_costliest_rank_more_expensive(seed: int) -> None:
     draw = random.Random(seed)
     group, num_ranks, budget = draw.randint(2, 9), draw.randint(1, 4), 1000

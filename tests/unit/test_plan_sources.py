@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from some_cases import some
 from weight_cases import PADDING, Arrays, random_case
 
 from hybridrl.hybrid_engine.planning.plan import plan_reshard
@@ -42,7 +43,7 @@ def least_largest_sender(held: np.ndarray, needed: np.ndarray, world: int) -> fl
     )
 
 
-@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+@pytest.mark.parametrize("batch", some(range(NUM_BATCHES), 2))
 def test_largest_sender_is_within_a_slice_of_the_linear_programs_optimum(batch: int) -> None:
     for seed in range(batch, NUM_CASES, NUM_BATCHES):
         case = random_case(seed)
@@ -61,7 +62,7 @@ def test_largest_sender_is_within_a_slice_of_the_linear_programs_optimum(batch: 
 @pytest.mark.parametrize("domain_size", [1, 2, 4])
 def test_sources_are_of_the_own_node_where_it_has_any(domain_size: int) -> None:
     num_crossing = 0
-    for seed in range(60):
+    for seed in range(20):
         case = random_case(seed, world=8)
         sources, targets = case.sources(), case.targets()
         plan = plan_reshard(sources, targets, 2, domain_size)
@@ -77,10 +78,10 @@ def test_sources_are_of_the_own_node_where_it_has_any(domain_size: int) -> None:
                 if op.source_rank not in node and source.local_box == op.source_box:
                     num_crossing += 1
                     assert not any((source.hf, source.hf_box) in held[near] for near in node)
-    assert num_crossing > 100
+    assert num_crossing > 30
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", some(range(50), 15))
 def test_senders_reach_the_optimum_where_sets_of_senders_overlap(seed: int) -> None:
     """Sets of senders that cross, sizes from 1 to 1000; every item is sent once."""
     rng = random.Random(seed)
