@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.errors import UserError
@@ -45,6 +46,26 @@ class Sums:
         observation = seen if self.turns % 2 else " ".join(map(str, seen))
         notes = ["even"] * (self.total % 2 == 0)
         return Turn(observation, self.total / 64, self.total % 3 == 0, notes)
+
+
+class Pictures:
+    """Answers the first turn with a text, the second with a picture; the third is the last."""
+
+    def reset(self, prompt: Any, columns: Mapping[str, object]) -> Observation:
+        self.turns = 0
+        return None
+
+    def step(self, tokens: Sequence[int], text: str) -> Turn:
+        from PIL import Image
+
+        self.turns += 1
+        content: Any = "red"
+        if is_second := self.turns == 2:
+            image = Image.new("RGB", (32, 32), (9 * len(tokens) % 256, 80, 160))
+            content = [{"type": "image", "image": image}, {"type": "text", "text": "blue"}]
+        messages = [{"role": "tool", "content": content}]
+        notes = ["picture"] * is_second
+        return Turn(messages, 0.25 * len(tokens), self.turns == 3, notes)
 
 
 class Counts:

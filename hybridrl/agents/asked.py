@@ -259,7 +259,7 @@ def text_of(content: Any, where: str) -> str:
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
             text, str
         ):
-            raise malformed(f"{where}[{place}]", kind, "parts of type text")
+            raise malformed(f"{where}[{place}]", kind, "parts of type text; images are not read")
         texts.append(text)
     return "".join(texts)
 

@@ -9,7 +9,6 @@ start of the first message of the user.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import importlib.util
 import io
@@ -175,12 +174,9 @@ def read_reference(row: Row, name: str, value: object, depth: int = 0) -> Image:
 def _from_text(row: Row, name: str, text: str) -> Image:
     if text.startswith("data:"):
         _check_size(row, name, len(text) * 3 // 4)
-        head, comma, body = text.partition(",")
         try:
-            if not comma or not head.endswith(";base64"):
-                raise ValueError("no ;base64,")
-            return base64.b64decode(body, validate=True)
-        except (binascii.Error, ValueError) as error:
+            return data_uri_bytes(text)
+        except ValueError as error:
             got = f"{plain(name)} = {short(text, 40)} ({error_text(error, 60)})"
             allowed = "a data URI such as data:image/png;base64,..."
             raise BadRowError(row.place, got, allowed, "Fix or remove that row.") from error
@@ -199,6 +195,14 @@ def _from_text(row: Row, name: str, text: str) -> Image:
         raise BadRowError(row.place, got, allowed, "Fix the path, or remove that row.")
     _check_size(row, name, size)
     return str(path.resolve())
+
+
+def data_uri_bytes(text: str) -> bytes:
+    """Returns the bytes in a data URI. Raises ValueError if the text is no such URI."""
+    head, comma, body = text.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise ValueError("no ;base64,")
+    return base64.b64decode(body, validate=True)
 
 
 def _path(row: Row, text: str) -> Path:
@@ -427,8 +431,6 @@ def expanded(
     row: Row, tokens: tuple[int, ...], contents: Sequence[Content], placeholder: int
 ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
     """Repeats an image's placeholder for its features. Raises BadRowError if numbers differ."""
-    found: list[int] = []
-    images: list[Content] = []
     num_places = tokens.count(placeholder)
     if num_places != len(contents):
         got = f"{num_places} placeholders of images in the prompt's tokens, for {len(contents)}"
@@ -436,10 +438,23 @@ def expanded(
             "one placeholder for each image, which the chat template writes, and none in texts"
         )
         raise BadRowError(row.place, got, allowed, "Fix that row, or the chat template.")
+    found, images = with_features(tokens, contents, placeholder)
+    return tuple(found), images
+
+
+def with_features(
+    tokens: Sequence[int], contents: Sequence[Content], placeholder: int
+) -> tuple[list[int], tuple[Content, ...]]:
+    """Repeats the placeholder of each image for its features; there are as many as images.
+
+    Returns the tokens, and the images at their places among them.
+    """
+    found: list[int] = []
+    images: list[Content] = []
     for token in tokens:
         if token == placeholder:
             images.append(replace(contents[len(images)], start=len(found)))
             found += [token] * images[-1].num_tokens
         else:
             found.append(token)
-    return tuple(found), tuple(images)
+    return found, tuple(images)

@@ -13,15 +13,16 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
 from hybridrl.contracts.prompts import Asked
+from hybridrl.environments.image_parts import plain_content
 from hybridrl.errors import short
 from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure, failed
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Observation = str | Sequence[int] | Sequence[Message] | None
 """Input of the policy's next turn: a text, token ids, chat messages (each with `role` and
-`content`, formatted by the tokenizer's chat template), or nothing."""
+`content`, formatted by the tokenizer's chat template), or nothing. The content of a message is a
+text or a list of parts, which may be images (image_parts.py)."""
 EXPECTED = "(observation, reward, done), a Turn"
-MESSAGE = ("role", "content")
 NOTE = re.compile("[a-z][a-z0-9_]*")
 
 
@@ -112,7 +113,7 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
         if all(isinstance(token, Integral) and 0 <= int(token) < 1 << 63 for token in observation):
             return [int(token) for token in observation]
         if all(_is_message(message) for message in observation):
-            return [{key: message[key] for key in MESSAGE} for message in observation]
+            return _plain_messages(observation)
     got = f"returned the observation {short(observation)} for {WHERE}"
     return ScorerFailure(got, "a text, token ids or messages")
 
@@ -127,9 +128,21 @@ def checked_start(observation: object) -> Observation | ScorerFailure:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in MESSAGE
-    )
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str | list | tuple)
+
+
+def _plain_messages(messages: Sequence[Message]) -> list[Message] | ScorerFailure:
+    found: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = plain_content(content)
+        if isinstance(content, ScorerFailure):
+            return content
+        found.append({"role": message["role"], "content": content})
+    return found
 
 
 def encoded(answer: Answer) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+from hybridrl.contracts.prompts import Content
+from hybridrl.data.images import ImageTokens, with_features
 from hybridrl.data.text_tokens import TextTokens
 from hybridrl.environments.base import Message, Observation
+from hybridrl.environments.image_parts import IMAGE, TEXT, parts_of, read_parts
 from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import WHERE, ScorerFailure
 
@@ -25,8 +28,19 @@ def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(kept), skip_special_tokens=False))
 
 
+class Observed(NamedTuple):
+    """An observation's tokens, and its images at their places among these tokens."""
+
+    tokens: list[int]
+    contents: tuple[Content, ...] = ()
+
+
 class ObservationEncoder:
-    """Converts observations to tokens below `vocab_size`; `stop_token_ids` can end a turn."""
+    """Converts observations to tokens below `vocab_size`; `stop_token_ids` can end a turn.
+
+    Args:
+        images: How the model's tokens contain images; None if it reads only text.
+    """
 
     def __init__(
         self,
@@ -34,41 +48,65 @@ class ObservationEncoder:
         vocab_size: int,
         stop_token_ids: Sequence[int],
         template_arguments: Mapping[str, object] = MappingProxyType({}),
+        images: ImageTokens | None = None,
     ) -> None:
-        self._template_arguments = template_arguments
+        self._template_arguments, self._images = template_arguments, images
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._encoder = TextTokens(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._control = [token.content for token in added if token.special]
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
 
-    def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
-        """Returns the tokens of an observation, without adding special tokens. Raises UserError for
-        messages if the tokenizer has no chat template that accepts them.
+    def __call__(self, observation: Observation) -> Observed | ScorerFailure:
+        """Encodes an observation, without adding special tokens. Raises UserError for messages that
+        the chat template does not accept, and for images if the model reads only text.
         """
         if not observation:
-            return []
+            return Observed([])
         if isinstance(observation, str):
-            return self._tokens(observation)
+            return self._text(observation)
         messages = [part for part in observation if isinstance(part, Mapping)]
         if messages:
-            return self._tokens(self._rendered(messages))
+            return self._messages(messages)
         tokens = [part for part in observation if isinstance(part, int)]
         if max(tokens) < self._vocab_size:
-            return tokens
+            return Observed(tokens)
         got = f"returned the token {max(tokens)} for {WHERE}"
         return ScorerFailure(got, f"tokens below {self._vocab_size}")
 
-    def _tokens(self, text: str) -> list[int] | ScorerFailure:
+    def _messages(self, messages: Sequence[Message]) -> Observed | ScorerFailure:
+        found = self._text(self._rendered(messages))
+        if isinstance(found, ScorerFailure) or not any(map(parts_of, messages)):
+            return found
+        if self._images is None:
+            raise UserError(
+                "environment.name",
+                "an environment that returns images",
+                "an environment that returns texts, because the model reads no images",
+                "Change the environment, or choose a model with a vision tower "
+                "(docs/guides/images.md).",
+            )
+        contents = read_parts(messages, self._images)
+        if isinstance(contents, ScorerFailure):
+            return contents
+        num_places = found.tokens.count(self._images.placeholder)
+        if num_places < len(contents):
+            raise _no_template(f"It wrote {num_places} placeholders for {len(contents)} images.")
+        if num_places > len(contents):
+            got = f"returned a text with the placeholder of images for {WHERE}"
+            return ScorerFailure(got, "texts without it")
+        return Observed(*with_features(found.tokens, contents, self._images.placeholder))
+
+    def _text(self, text: str) -> Observed | ScorerFailure:
         try:
-            return list(self._encoder.continued([text])[0])
+            return Observed(list(self._encoder.continued([text])[0]))
         except Exception as error:  # tokenizers have no exception class for unknown words
             got = f"returned the observation {text[:80]!r} for {WHERE}: {error}"
             return ScorerFailure(got, "a text that the tokenizer can encode")
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
-        safe = [{**part, "content": self._harmless(part["content"])} for part in messages]
+        safe = [{**one, "content": self._harmless(one["content"])} for one in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [*chat, *safe],
@@ -86,8 +124,18 @@ class ObservationEncoder:
         stop = next((stop for stop in self._stop_texts if stop and text.startswith(stop)), "")
         return text[len(stop) :] if stop else rest
 
-    def _harmless(self, content: str) -> str:
+    def _harmless(self, content: str | Sequence[Mapping[str, str]]) -> str | list[dict[str, str]]:
         """Spaces out control tokens: a tool's output must not begin another message."""
+        if not isinstance(content, str):
+            return [
+                {"type": TEXT, TEXT: self._spaced(part[TEXT])}
+                if part["type"] == TEXT
+                else {"type": IMAGE}
+                for part in content
+            ]
+        return self._spaced(content)
+
+    def _spaced(self, content: str) -> str:
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")
         return content

@@ -24,6 +24,8 @@ from typing import Any
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.contracts.blobs import Blobs, blobs_from_json, blobs_to_json
+from hybridrl.contracts.prompts import Content
+from hybridrl.contracts.response_contents import with_contents, without_contents
 from hybridrl.environments.base import Answer, EnvironmentCall
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import EnvironmentRunners
@@ -60,6 +62,8 @@ class _Episode:
     notes: Counter[str] = field(default_factory=Counter)
     waits: bool = True  # whether it waits for the environment
     blobs: Blobs = field(default_factory=dict)
+    # Images in observations, at their places among the tokens of prompt and response.
+    contents: tuple[Content, ...] = ()
 
     def add_turn(self, done: Completion) -> None:
         self._add(done.tokens, done.logps, is_observed=False)
@@ -71,7 +75,9 @@ class _Episode:
         self.blobs = done.blobs
         self.num_turns += 1
 
-    def add_observed(self, tokens: Sequence[int]) -> None:
+    def add_observed(self, tokens: Sequence[int], contents: Sequence[Content] = ()) -> None:
+        before = len(self.prompt.tokens) + len(self.tokens)
+        self.contents += tuple(replace(one, start=before + one.start) for one in contents)
         self._add(tokens, [0.0] * len(tokens), is_observed=True)
         if self.runs:
             self.runs[-1][1] += len(tokens)
@@ -101,7 +107,7 @@ class _Episode:
             self.reward,
             self.failure,
             dict(self.notes),
-            blobs=self.blobs,
+            blobs=with_contents(self.blobs, self.contents),
             versions=tuple((v, count) for v, count in self.runs) if len(self.runs) > 1 else (),
         )
 
@@ -177,7 +183,7 @@ class Episodes:
                 setattr(episode, name, deepcopy(saved[name]))
             episode.notes = Counter(saved["notes"])
             episode.failure = saved["failure"] and tuple(saved["failure"])
-            episode.blobs = blobs_from_json(saved)
+            episode.blobs, episode.contents = without_contents(blobs_from_json(saved))
         self._open[sample_id] = episode
         if episode.waits:
             self._ask(episode)
@@ -268,7 +274,7 @@ class Episodes:
         return [
             {
                 "sample_id": episode.sample_id,
-                "blobs": blobs_to_json(episode.blobs),
+                "blobs": blobs_to_json(with_contents(episode.blobs, episode.contents)),
                 **{name: getattr(episode, name) for name in _SAVED},
             }
             for episode in self._open.values()
@@ -364,10 +370,10 @@ class Episodes:
             is_first = not episode.actions
             if isinstance(observed, ScorerFailure):
                 answer = observed
-            elif len(observed) < episode.room:
-                episode.add_observed(observed)
+            elif len(observed.tokens) < episode.room:
+                episode.add_observed(*observed)
             elif is_first:
-                got = f"returned {len(observed)} tokens at the start of {WHERE}"
+                got = f"returned {len(observed.tokens)} tokens at the start of {WHERE}"
                 expected = f"fewer than rollout.max_new_tokens = {episode.room}"
                 answer = ScorerFailure(got, expected)
             else:
@@ -394,5 +400,5 @@ class Episodes:
             seed,
             sampling,
             blobs=episode.blobs,
-            contents=episode.prompt.contents,
+            contents=episode.prompt.contents + episode.contents,
         )

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.contracts.batch import Prompt
-from hybridrl.contracts.blobs import blobs_to_json
+from hybridrl.contracts.blobs import blobs_from_json, blobs_to_json
 from hybridrl.contracts.prompts import Content
+from hybridrl.contracts.response_contents import without_contents
 from hybridrl.generation.responses import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -61,7 +62,8 @@ class SavedRollouts:
             return SavedSample(whole=done) if done_fits(done, began, sampling) else SavedSample()
         if sample_id in self._requests:
             request = Request.from_dict(self._requests[sample_id])
-            request = dataclasses.replace(request, contents=prompt.contents)
+            seen = () if turns is None else without_contents(blobs_from_json(turns))[1]
+            request = dataclasses.replace(request, contents=prompt.contents + seen)
             fits = request_fits(request, sampling, is_turn=turns is not None)
             return SavedSample(request=request, turns=turns) if fits else SavedSample()
         return SavedSample(turns=turns) if turns_fit(began, sampling) else SavedSample()

@@ -18,6 +18,7 @@ from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_sampling import num_likely
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.data.end_tokens import end_tokens
+from hybridrl.data.images import image_tokens
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
@@ -331,10 +332,13 @@ def make_episodes(
     if config.environment.name is None:
         return None
     arguments = config.data.template_arguments
-    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, ends, arguments)
+    vision, images = source.shape.vision, None
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
+        if vision is not None:
+            images = image_tokens(vision, source.directory, tokenizer, config.data.max_image_pixels)
+        encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, ends, arguments, images)
         if observes_messages(config.environment):  # fail now rather than at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

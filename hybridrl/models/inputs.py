@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.batch import Prompt, RolloutBatch
+from hybridrl.contracts.batch import RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
 
@@ -28,12 +28,14 @@ class ExtraInputs:
     Attributes:
         blobs: Names of the blobs in a batch that the model reads; other blobs are not sent to
             ranks.
+        needs_blobs: Whether every batch that is trained must have these blobs.
         needed_by: Feature that needs these blobs, for error messages.
         changes_embeddings: Whether `embed` changes the embeddings.
         num_position_rows: Number R of positions per token; 0 if the model does not use `positions`.
     """
 
     blobs: tuple[str, ...] = ()
+    needs_blobs = True
     needed_by = "the model"
     changes_embeddings = False
     num_position_rows = 0
@@ -48,8 +50,8 @@ class ExtraInputs:
         """
         return {}
 
-    def positions(self, prompt: Prompt, num_tokens: int) -> Tensor:
-        """Returns the positions of a sample's tokens, (num_tokens, R) int64."""
+    def positions(self, batch: RolloutBatch, index: int, num_tokens: int) -> Tensor:
+        """Returns the positions of the tokens of a batch's sample, (num_tokens, R) int64."""
         return torch.arange(num_tokens)[:, None]
 
     def probe(

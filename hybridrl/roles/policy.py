@@ -81,7 +81,7 @@ class Policy:
     def _check_blobs(self, batch: TrainBatch) -> None:
         """Raises BatchError if a batch lacks blobs that the model reads; terms may lack them."""
         for extra in self.model.planner.extra_inputs:
-            for name in extra.blobs:
+            for name in extra.blobs if extra.needs_blobs else ():
                 batch.require_blob(name, extra.needed_by)
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:

@@ -16,13 +16,15 @@ import torch
 from megatron.core import parallel_state
 from parity_worker import gradients_in_hf_names, objective, on_disk
 from safetensors.torch import load_file, save_file
-from tiny_images import TOKEN, file_of, picture, processor_of, with_images
+from tiny_images import END, TOKEN, file_of, picture, processor_of, with_images
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.config.wrapped_models import text_name
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.ragged import joined_blobs
+from hybridrl.contracts.response_contents import with_contents
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.expert_files import expert_stacks
@@ -46,6 +48,9 @@ SAMPLES: list[tuple[int, int, dict[int, tuple[int, int, int]]]] = [
     (6, 2, {1: (4, 64, 20), 5: (5, 9, 31)}),
     (4, 5, {3: (2, 40, 24)}),
 ]
+# Images in responses, as an environment returns them: by sample, the token of the response before
+# which one stands, and the image. The last sample shares its prompt with the one before.
+LATER = {1: (2, (6, 25, 17)), 5: (4, (7, 40, 16)), len(SAMPLES): (1, (1, 17, 25))}
 TOLERANCE = 2e-6  # of the largest gradient, between layouts
 FREEZE = {"trained": (), "frozen": None}
 
@@ -64,8 +69,22 @@ def batch_of(processor: Any) -> TrainBatch:
         )
     # Another response to the last prompt: micro-batches store the prompt and its images once.
     again = replace(prompts[-1], response_tokens=(7, 8, 9, TOKEN))
-    batch = TrainBatch.supervised([*prompts, again], Producer.here("the test of images"))
-    return replace(batch, group_B=batch.group_B.clamp(max=len(prompts) - 1))
+    group_B = torch.arange(len(prompts) + 1).clamp(max=len(prompts) - 1)
+    prompts.append(again)
+    blobs = []
+    for number, prompt in enumerate(prompts):
+        at, one = LATER.get(number, (0, None))
+        places = {} if one is None else {at: file_of(picture(*one))}
+        response, contents = with_images(processor, prompt.response_tokens or (), places)
+        before = len(prompt.tokens)
+        moved = [replace(image, start=before + image.start) for image in contents]
+        prompts[number] = replace(prompt, response_tokens=response)
+        blobs.append(with_contents({}, moved))
+    producer = Producer.here("the test of images")
+    batch = TrainBatch.supervised(prompts, producer)
+    for name, blob in joined_blobs(blobs).items():
+        batch = batch.join_blob(producer, name, blob)
+    return replace(batch, group_B=group_B)
 
 
 def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: int = 96):
@@ -96,15 +115,21 @@ def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: 
     return model, batch, logp_T * batch.response_mask_T, gradients, model.grad_norm()
 
 
-def oracle_pass(oracle: Any, processor: Any, prompt: Prompt) -> torch.Tensor:
+def oracle_pass(oracle: Any, processor: Any, prompt: Prompt, number: int) -> torch.Tensor:
     """Returns transformers' logits of a prompt and its response."""
     tokens = torch.tensor([*prompt.tokens, *prompt.response_tokens])
-    if not prompt.contents:
-        return oracle(input_ids=tokens[None]).logits[0]
     kinds = torch.zeros_like(tokens)
     for content in prompt.contents:
         kinds[content.start : content.end] = 1
     files = [decoded(content.arrays[FILE].tobytes()) for content in prompt.contents]
+    if number in LATER:
+        at, one = LATER[number]
+        start = len(prompt.tokens) + at + 1
+        end = start + prompt.response_tokens[at + 1 :].index(END)
+        kinds[start:end] = 1
+        files.append(picture(*one))
+    if not files:
+        return oracle(input_ids=tokens[None]).logits[0]
     given = processor(files, return_tensors="pt")
     # transformers takes every such token for an image; its embedding is looked up beforehand.
     positions, _ = oracle.model.get_rope_index(tokens[None], kinds[None], given["image_grid_thw"])
@@ -126,7 +151,7 @@ def check_against_transformers(folder: Path, batch, logp_T, gradients) -> None:
     loss, expected_T = torch.zeros(()), torch.zeros(batch.num_tokens)
     offsets = batch.offsets.tolist()
     for number, prompt in enumerate(batch.prompts):
-        logits = oracle_pass(oracle, processor, prompt)
+        logits = oracle_pass(oracle, processor, prompt, number)
         tokens = torch.tensor([*prompt.tokens, *prompt.response_tokens])
         log_p = logits.log_softmax(-1)
         position = torch.arange(len(prompt.tokens) - 1, len(tokens) - 1)

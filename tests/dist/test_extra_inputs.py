@@ -111,7 +111,7 @@ class Planted(ExtraInputs):
 class ThreeRows(ExtraInputs):
     num_position_rows = 3
 
-    def positions(self, prompt: Prompt, num_tokens: int) -> torch.Tensor:
+    def positions(self, batch: RolloutBatch, index: int, num_tokens: int) -> torch.Tensor:
         return torch.arange(num_tokens)[:, None] * torch.tensor([1, 2, 3])
 
 

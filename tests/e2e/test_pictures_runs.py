@@ -73,6 +73,48 @@ def test_a_run_continues_in_another_layout_and_is_exported(
     assert any(".visual." in name for name in moved) == (freeze == "[]")
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }} {% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|>"
+    "<|vision_end|>{% else %} {{ c.text }} {% endif %}{% endfor %}{% endif %}<eos>{% endfor %}"
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
+)
+def test_an_environment_shows_pictures_in_later_turns(
+    data: Path, engine: str, tmp_path: Path
+) -> None:
+    """Two ranks, which may train what the other one generated."""
+    model = tmp_path / "model"
+    shutil.copytree(data / "model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": TEMPLATE})
+    )
+    run(
+        "train",
+        EXAMPLE / "grpo.yaml",
+        "model.path=null",
+        f"model.init={model}",
+        f"data.prompts={data / 'train.jsonl'}",
+        *SHORT,
+        f"run.dir={tmp_path}",
+        "steps.num_steps=2",
+        f"rollout.engine={engine}",
+        "rollout.max_new_tokens=70",
+        "environment={name: 'own_environments:Pictures', max_turns: 4}",
+        "reward.function=environment",
+        "--world",
+        "2",
+    )
+    for step in records(tmp_path / "pictures-grpo"):
+        assert step["environment/picture"] > 3 and step["policy/grad_norm"] > 0
+        assert step["mismatch/logprob_diff_max"] < 1e-4
+
+
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(

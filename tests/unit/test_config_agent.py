@@ -81,7 +81,7 @@ def test_agents_of_models_that_read_images_are_refused_by_name():
     text = {"model_type": "qwen3_vl_text", "hidden_size": 8}
     hf_config = text_part({"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
     found = {one.name: one for one in image_rules(config_of({"command": "true"}), hf_config)}
-    assert "conversations have no images yet" in found["agent"].allowed
+    assert "agents send no images yet" in found["agent"].allowed
     assert "agent" not in {one.name for one in image_rules(config_of({}), hf_config)}
 
 

@@ -20,7 +20,7 @@ from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
-from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.chat import ObservationEncoder, Observed
 from hybridrl.errors import DataError
 
 LIMIT = 10_000
@@ -275,7 +275,8 @@ def test_template_arguments_reach_every_rendering() -> None:
     assert shown.text == text and learned(tokenizer, shown) == ["two<|im_end|>"]
     encode = ObservationEncoder(tokenizer, len(tokenizer), [tokenizer.eos_token_id], arguments)
     observed = encode([{"role": "tool", "content": "9"}])
-    assert isinstance(observed, list) and tokenizer.decode(observed).endswith("</think>\n\n")
+    assert isinstance(observed, Observed)
+    assert tokenizer.decode(observed.tokens).endswith("</think>\n\n")
     with pytest.raises(DataError, match="template_arguments.enable_thinkin: .*'enable_thinking'"):
         load(tokenizer, {"messages": [ONE, TWO]}, template_arguments={"enable_thinkin": False})
     with pytest.raises(ValueError, match="no tools, because hybridrl"):

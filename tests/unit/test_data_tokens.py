@@ -21,7 +21,7 @@ from hybridrl.data.end_tokens import end_tokens, turn_end
 from hybridrl.data.prompt_store import content_key
 from hybridrl.data.prompts import PromptSource, Reading, load_prompts
 from hybridrl.data.text_tokens import TextTokens
-from hybridrl.environments.chat import ObservationEncoder
+from hybridrl.environments.chat import ObservationEncoder, Observed
 from hybridrl.errors import DataError, ModelError
 
 SPACED = ["prepend", "first", "always"]
@@ -168,8 +168,8 @@ def test_rows_are_learned_as_they_are_written(kind: str) -> None:
         said = tokenizer.decode([*pairs.tokens, *side], skip_special_tokens=True)
         assert said == "2+3=" + text
     observed = ObservationEncoder(tokenizer, len(tokenizer), (2,))("19")
-    assert isinstance(observed, list)
-    said = tokenizer.decode([*pairs.tokens, *observed], skip_special_tokens=True)
+    assert isinstance(observed, Observed)
+    said = tokenizer.decode([*pairs.tokens, *observed.tokens], skip_special_tokens=True)
     assert said == "2+3=19"
 
 
@@ -351,4 +351,4 @@ def test_an_observation_repeats_no_end_token_that_was_sampled() -> None:
     for ends in ((0, 2), (2,)):
         encode = ObservationEncoder(tokenizer, len(tokenizer), ends)
         found = encode([{"role": "tool", "content": "5"}])
-        assert isinstance(found, list) and tokenizer.decode(found) == "[tool] 5"
+        assert isinstance(found, Observed) and tokenizer.decode(found.tokens) == "[tool] 5"

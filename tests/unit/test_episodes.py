@@ -19,6 +19,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
 from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.environments.base import Answer, EnvironmentCall, Turn
+from hybridrl.environments.chat import Observed
 from hybridrl.environments.stage import EnvironmentRunners
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.rollout_setup import make_episodes
@@ -379,11 +380,12 @@ def test_observations_follow_the_stop_token_that_was_sampled(world: World) -> No
         }
     )
     replica = ReplicaGroup(RolloutLayout.consecutive(1, 1), world.rank, world.heartbeat)
-    source: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=len(tokenizer)))
+    source: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=len(tokenizer), vision=None))
     ends = own_end_tokens(tokenizer)
     episodes = make_episodes(config, world, replica, source, tokenizer, ends)
     assert episodes is not None and ends == (0, 2)
     found = episodes._encoder([{"role": "tool", "content": "42"}])
-    assert isinstance(found, list)
-    assert tokenizer.decode(found) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert isinstance(found, Observed)
+    said = tokenizer.decode(found.tokens)
+    assert said == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     episodes.close()

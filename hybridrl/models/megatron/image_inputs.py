@@ -21,9 +21,11 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from hybridrl.contracts.batch import Prompt, RolloutBatch
+from hybridrl.contracts.batch import RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
+from hybridrl.contracts.ragged import row_places
+from hybridrl.contracts.response_contents import RESPONSE_CONTENTS, without_contents
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing, positions, random_image
@@ -38,13 +40,15 @@ PROBED_SIZES = ((5, 6), (2, 3))
 
 
 class ImageInputs(ExtraInputs):
-    """Images of the prompts in a micro-batch.
+    """Images of the prompts and responses in a micro-batch.
 
     Args:
         vision: Sizes of the tower.
         directory: Directory with the model's processor files, which are read with the first image.
     """
 
+    blobs = (RESPONSE_CONTENTS,)
+    needs_blobs = False
     needed_by = "the model's images"
     changes_embeddings = True
     num_position_rows = 3
@@ -59,8 +63,8 @@ class ImageInputs(ExtraInputs):
         rule = Preprocessing.read(self._directory, self._vision)
         return ImageProcessor(self._vision, rule)
 
-    def positions(self, prompt: Prompt, num_tokens: int) -> Tensor:
-        found = positions(prompt.contents, self._vision.merge_size, num_tokens)
+    def positions(self, batch: RolloutBatch, index: int, num_tokens: int) -> Tensor:
+        found = positions(_images_of(batch, index), self._vision.merge_size, num_tokens)
         return torch.from_numpy(found)
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
@@ -70,11 +74,11 @@ class ImageInputs(ExtraInputs):
         row_S = torch.full_like(micro.positions_S, -1)
         num_rows = 0
         for index, sample in enumerate(micro.sample_indices):
-            prompt = batch.prompts[sample]
-            if not prompt.contents:
+            own = _images_of(batch, sample)
+            if not own:
                 continue
-            row_L = torch.full((len(prompt.tokens),), -1)
-            for image in prompt.contents:
+            row_L = torch.full((own[-1].end,), -1)
+            for image in own:
                 if image.key not in images:
                     images[image.key], first_row[image.key] = image, num_rows
                     num_rows += image.num_tokens
@@ -134,6 +138,16 @@ class ImageInputs(ExtraInputs):
             added = leaves
         inputs[DEEPSTACK] = added
         return embedded_S1D
+
+
+def _images_of(batch: RolloutBatch, index: int) -> tuple[Content, ...]:
+    """Returns a sample's images, whose places are among its tokens. They must be on this rank."""
+    found, blob = batch.prompts[index].contents, batch.blobs.get(RESPONSE_CONTENTS)
+    if blob is None:
+        return found
+    rows_N = row_places(batch.of_held(blob.num_rows_B), batch.places_of(torch.tensor([index])))
+    saved = blob.values_N[rows_N].numpy()
+    return found + without_contents({RESPONSE_CONTENTS: saved})[1]
 
 
 class _LateGradients(torch.autograd.Function):

@@ -96,7 +96,7 @@ def _position_rows(
     rows_NR = torch.zeros(int(lengths_B.sum()), positions.num_position_rows, dtype=torch.int64)
     parts = rows_NR.split(lengths_B.tolist())
     for index, part in zip(index_B.tolist(), parts, strict=True):
-        part[:] = positions.positions(batch.prompts[index], len(part))
+        part[:] = positions.positions(batch, index, len(part))
     first_N = (lengths_B.cumsum(0) - lengths_B)[laid.sample_N]
     rows_SR = torch.zeros(len(laid.positions_S), rows_NR.shape[1], dtype=torch.int64)
     rows_SR[laid.place_N] = rows_NR[first_N + laid.within_N]
