@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from hybridrl.config.algorithm import PRESETS
 from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import imported
@@ -47,6 +49,8 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
         raise _unusable(config.name, error_text(error)) from error
     except UserError:
         raise
+    except ValidationError as error:
+        raise _wrong_option(error) from error
     except Exception as error:  # the user's code may raise anything
         raise _unusable(config.name, f"{type(error).__name__}: {error_text(error)}") from error
     required = [*_METHODS]
@@ -74,6 +78,16 @@ def not_a_term(term: str, algorithm: str) -> UserError:
         "an algorithm that needs no rollouts, critic or teacher, and has no state",
         "Use it as the main algorithm: set algorithm.name.",
     )
+
+
+def _wrong_option(error: ValidationError) -> UserError:
+    details = error.errors()[0]
+    key = ".".join(("algorithm.options", *map(str, details["loc"])))
+    if details["type"] == "extra_forbidden":
+        remedy = "Correct the name, or remove it."
+        return UserError(key, "an unknown option", f"the knobs of {error.title}", remedy)
+    allowed = details["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return UserError(key, short(details["input"]), allowed, f"Change {key}.")
 
 
 def _unusable(path: str, reason: str) -> UserError:

@@ -18,6 +18,14 @@ from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"
+# Metrics of responses of several turns, and the limits that they count. TRUNCATED includes
+# responses whose environment or program failed.
+_OF_TURNS = {
+    "environment/truncated_tokens": "a limit of tokens, such as rollout.max_new_tokens",
+    "environment/truncated_turns": "environment.max_turns",
+    "agent/truncated_tokens": "a limit of tokens, such as rollout.max_new_tokens",
+    "agent/truncated_turns": "agent.max_turns",
+}
 UNIFORM_STEPS = 10  # consecutive uninformative steps before the second warning
 WARN_EVERY_STEPS = 50
 
@@ -88,7 +96,7 @@ class UniformGroupsWarning:
             return None
         self._in_a_row += 1
         is_first, self._has_warned = not self._has_warned, True
-        cut_off = _truncation_text(metrics[TRUNCATED])
+        cut_off = _truncation_text(metrics)
         if self._in_a_row >= UNIFORM_STEPS:
             if (self._in_a_row - UNIFORM_STEPS) % WARN_EVERY_STEPS:
                 return None
@@ -111,11 +119,14 @@ class UniformGroupsWarning:
         )
 
 
-def _truncation_text(share: float) -> str:
+def _truncation_text(metrics: Mapping[str, float]) -> str:
     """Returns the beginning of the warning if most responses were truncated, else ""."""
-    if share <= 0.5:
+    limits = {name: limit for name, limit in _OF_TURNS.items() if name in metrics}
+    limits = limits or {TRUNCATED: "rollout.max_new_tokens"}
+    name = max(limits, key=lambda name: metrics[name])
+    if metrics[name] <= 0.5:
         return ""
     return (
-        f"{share:.0%} of the responses were cut off at rollout.max_new_tokens, most likely before "
+        f"{metrics[name]:.0%} of the responses were cut off at {limits[name]}, most likely before "
         "their answer (raise it, or make responses end earlier); "
     )

@@ -101,6 +101,24 @@ def test_a_dotted_path_gets_its_options(own_package):
 
 
 @pytest.mark.parametrize(
+    ("options", "key", "allowed"),
+    [
+        ({"clip_hihg": 0.3}, "algorithm.options.clip_hihg", "the knobs of GrpoConfig"),
+        ({"clip_low": "much"}, "algorithm.options.clip_low", "number"),
+    ],
+)
+def test_wrong_options_of_a_class_with_a_section_are_named(monkeypatch, options, key, allowed):
+    def mine(**section: object) -> object:  # as the guide to own parts writes it
+        return make_algorithm(GrpoConfig(**section))
+
+    monkeypatch.setattr("hybridrl.algorithms.imported", lambda path: mine)
+    with pytest.raises(UserError) as caught:
+        make_algorithm(CustomAlgorithmConfig(name="own:mine", options=options))
+    assert (caught.value.name, caught.value.allowed) == (key, allowed)
+    assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
         ("no_such_module:Mine", {}, "no_such_module"),

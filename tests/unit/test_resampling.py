@@ -139,3 +139,26 @@ def test_responses_that_are_cut_off_come_first_where_rewards_are_flat() -> None:
             assert said is not None and said.startswith(start)
     said = UniformGroupsWarning().text(1, steps_of(1.0, truncated=0.5))
     assert said is not None and "cut off" not in said
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"environment/truncated_tokens": 0.0, "environment/truncated_turns": 0.0}, None),
+        (
+            {"environment/truncated_tokens": 0.1, "environment/truncated_turns": 0.9},
+            "90% of the responses were cut off at environment.max_turns",
+        ),
+        (
+            {"agent/truncated_tokens": 0.8, "agent/truncated_turns": 0.2},
+            "80% of the responses were cut off at a limit of tokens",
+        ),
+    ],
+)
+def test_responses_of_several_turns_are_cut_off_at_the_limit_that_ended_them(
+    counts: dict[str, float], expected: str | None
+) -> None:
+    """Responses whose environment fails are unfinished, too, but no limit cut them off."""
+    said = UniformGroupsWarning().text(1, {**steps_of(1.0, truncated=1.0), **counts})
+    assert said is not None and "cut off at rollout.max_new_tokens" not in said
+    assert ("cut off" not in said) if expected is None else expected in said
