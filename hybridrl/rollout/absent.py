@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hybridrl.models.weights import NOTHING, RankLayout
-from hybridrl.rollout.common.queue import QueuedEngine
-from hybridrl.rollout.engine import Request
+from hybridrl.rollout.engine import QueuedEngine, Request
 
 
 class AbsentEngine(QueuedEngine):

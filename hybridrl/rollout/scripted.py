@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
-from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import uniforms
-from hybridrl.rollout.engine import Request
+from hybridrl.rollout.engine import QueuedEngine, Request
 
 Response = tuple[Sequence[int], Sequence[float]]
 Script = Callable[[Request], Response]

@@ -42,12 +42,11 @@ from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMem
 from hybridrl.rollout.common.groups import replica_members
 from hybridrl.rollout.common.installed_package import changed_parts_explained
 from hybridrl.rollout.common.live_weights import free_bytes, live_tensors, share
-from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
 from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.common.weight_copies import LatentCopies, WideRouters, set_epsilon
-from hybridrl.rollout.engine import Holding, Request, unknown_adapter
+from hybridrl.rollout.engine import Holding, QueuedEngine, Request, unknown_adapter
 from hybridrl.rollout.model_rules import cpu_rules
 from hybridrl.rollout.registry import ENGINES, engine_package
 

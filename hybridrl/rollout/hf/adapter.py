@@ -26,9 +26,8 @@ from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.penalties import TokenHistory, penalized
-from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample_likely, uniforms
-from hybridrl.rollout.engine import Holding, Request, RunningRequest, unknown_adapter
+from hybridrl.rollout.engine import Holding, QueuedEngine, Request, RunningRequest, unknown_adapter
 from hybridrl.rollout.hf.exact import compute_exactly, compute_wide_logits
 from hybridrl.rollout.hf.expert_adapters import hold_expert_adapters
 from hybridrl.rollout.hf.experts import ChosenExperts
