@@ -53,7 +53,7 @@ from hybridrl.contracts.checks import (
 )
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
-from hybridrl.contracts.prompts import Prompt
+from hybridrl.contracts.prompts import Prompt, Rollout, in_gaps
 from hybridrl.contracts.ragged import (
     Blob,
     check_blob,
@@ -63,7 +63,6 @@ from hybridrl.contracts.ragged import (
     row_places,
     starts_of,
 )
-from hybridrl.contracts.samples import Rollout, in_gaps
 from hybridrl.contracts.sequences import SampleSequences, SampleValues
 
 __all__ = [

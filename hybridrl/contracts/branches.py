@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridrl.contracts.blobs import KINDS
-from hybridrl.contracts.samples import Rollout
+from hybridrl.contracts.prompts import Rollout
 
 NONE = -1
 

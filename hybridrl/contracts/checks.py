@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.contracts.blobs import misfit
-from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.samples import Rollout
+from hybridrl.contracts.prompts import Prompt, Rollout
 from hybridrl.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Defines prompts and their parts. Does not import torch.
+"""Defines prompts, their parts and finished responses to them. Does not import torch.
 
 A prompt is an ordered list of parts: runs of token ids, and non-text content such as images. In
 `tokens`, which training reads, a piece of content is one or more placeholder tokens; an engine
@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
+from hybridrl.contracts.blobs import Blobs
+
 Asked = str | list[dict[str, Any]]
 """Prompt of a row: a text, or the messages of a chat."""
+UNKNOWN_LOGP = 1.0
+"""Placeholder shown for a non-finite log-probability; real log-probabilities are at most 0."""
 RENDERED_PROMPT = "rendered_prompt"
 _HEADER = "contents"
 
@@ -106,6 +110,43 @@ class Prompt:
     def columns_with_text(self) -> dict[str, object]:
         """The other columns, plus `rendered_prompt`, the text that the model received."""
         return {**self.columns, RENDERED_PROMPT: self.text}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response.
+
+    Args:
+        tokens: Token ids, with the end token if it was sampled.
+        logps: Log-probability of each token; 0 on observations.
+        finish_reason: `stop` if the response ended with an end token or stop text; `length` if it
+            reached a limit.
+        version: Version of the weights that sampled the response.
+        observed: For each token, whether it came from an environment; None if none did.
+        versions: Pairs (version, number of tokens) if several versions sampled the response;
+            otherwise empty.
+        sequence: Index of this sequence among those of its sample, for which `prompt` has the
+            context; None if every sample is one sequence.
+    """
+
+    sample_id: int
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    version: int
+    observed: tuple[bool, ...] | None = None
+    blobs: Blobs = field(default_factory=dict, compare=False)
+    versions: tuple[tuple[int, int], ...] = ()
+    sequence: int | None = None
+
+
+def in_gaps(num: int, gaps: Sequence[int]) -> tuple[bool, ...]:
+    """Returns for each of `num` response tokens whether it is inside one of the `gaps`."""
+    found = [False] * num
+    for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
+        found[begin:end] = [True] * (end - begin)
+    return tuple(found)
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:

@@ -14,8 +14,7 @@ from torch import Tensor
 from hybridrl.contracts.blobs import KINDS, Blobs
 from hybridrl.contracts.branches import branches_of
 from hybridrl.contracts.checks import BatchError, Producer, check_blob_type, check_rollouts
-from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.samples import Rollout
+from hybridrl.contracts.prompts import Prompt, Rollout
 
 
 def observed_mask(prompts: Sequence[Prompt], masks: Sequence[Sequence[bool]]) -> Tensor:

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hybridrl.contracts.prompts import Content
-from hybridrl.contracts.samples import in_gaps
+from hybridrl.contracts.prompts import Content, in_gaps
 from hybridrl.data.chats import Chat, chats_of, sample, shared_prompt, token_runs
 from hybridrl.data.rows import BadRows, Row
 from hybridrl.data.text_tokens import Encode, TextTokens

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from hybridrl.contracts.batch import ScoredBatch
-from hybridrl.contracts.prompts import Content
-from hybridrl.contracts.samples import UNKNOWN_LOGP
+from hybridrl.contracts.prompts import UNKNOWN_LOGP, Content
 from hybridrl.models.vision.images import FILE, IMAGE, decoded
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World

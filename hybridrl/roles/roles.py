@@ -22,7 +22,7 @@ from hybridrl.config.rules_numerics import gpu_numerics_rules
 from hybridrl.config.rules_sampling import centers_scores, num_likely, replays_sampling
 from hybridrl.config.schema import Config, PpoConfig
 from hybridrl.contracts.batch import BatchError, Producer, ScoredBatch, TrainBatch
-from hybridrl.contracts.samples import UNKNOWN_LOGP
+from hybridrl.contracts.prompts import UNKNOWN_LOGP
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import GeneratedLengths, forward_flops, generate_flops, train_flops
 from hybridrl.models.adapters.rows import base_of

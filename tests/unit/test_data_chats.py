@@ -15,8 +15,7 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, published_template
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.samples import in_gaps
+from hybridrl.contracts.prompts import Prompt, in_gaps
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts

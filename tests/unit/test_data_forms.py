@@ -15,8 +15,7 @@ from chat_tokenizers import BARE, CHATML, FORGETS, MARKED, byte_tokenizer
 from command_line import ROOT
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.samples import in_gaps
+from hybridrl.contracts.prompts import Prompt, in_gaps
 from hybridrl.data.forms import validate_file
 from hybridrl.data.prompt_files import digests, read_prompts, write_prompts
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, load_prompts

@@ -23,7 +23,7 @@ from transformers import (
 
 from hybridrl import Trainer
 from hybridrl.cli.eval import evaluated_config
-from hybridrl.contracts.samples import in_gaps
+from hybridrl.contracts.prompts import in_gaps
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.loop.run import evaluate_rank
 from hybridrl.models.weights import hf_shapes
