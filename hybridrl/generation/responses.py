@@ -1,4 +1,4 @@
-"""Defines finished responses of several turns, and converts them to rollouts and JSON.
+"""Defines finished responses of several turns, and restores them from JSON.
 
 A `Response` is one sequence, in which sampled tokens and observations alternate. An `AgentResponse`
 consists of the sequences of an agent's conversations.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hybridrl.contracts.batch import Prompt, Rollout
 from hybridrl.contracts.blobs import blobs_from_json
+from hybridrl.contracts.prompts import Prompt, Rollout
 from hybridrl.rewards.outcome import Outcome, ScorerFailure
 from hybridrl.rollout.engine import Completion, FinishReason, Versions, versions_from_json
 
@@ -33,6 +33,9 @@ class Response(Completion):
     def outcome(self) -> Outcome:
         """Sum of the rewards from the environment, or its failure."""
         return self.reward if self.failure is None else ScorerFailure(*self.failure)
+
+    def rollouts(self, prompt: Prompt) -> list[Rollout]:
+        return [replace(one, observed=self.observed) for one in super().rollouts(prompt)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,22 @@ class AgentResponse(Response):
     def runs(self) -> Versions:
         return tuple(run for sequence in self.sequences for run in sequence.versions)
 
+    def rollouts(self, prompt: Prompt) -> list[Rollout]:
+        return [
+            Rollout(
+                sample_id=self.request_id,
+                prompt=replace(prompt, tokens=one.context, contents=()),
+                tokens=one.tokens,
+                logps=one.logps,
+                finish_reason=one.finish_reason,
+                version=one.versions[0][0],
+                observed=one.observed,
+                versions=one.versions if len(one.versions) > 1 else (),
+                sequence=index,
+            )
+            for index, one in enumerate(self.sequences)
+        ]
+
 
 @dataclass(frozen=True)
 class OpenAgent:
@@ -92,34 +111,3 @@ def completion_from_json(fields: Mapping[str, Any]) -> Completion:
         sequences = tuple(AgentSequence.from_dict(one) for one in fields["sequences"])
         return AgentResponse(**{**values, "sequences": sequences})
     return (Response if "observed" in fields else Completion)(**values)
-
-
-def as_rollouts(done: Completion, prompt: Prompt) -> list[Rollout]:
-    """Converts a completion or response to one rollout per sequence."""
-    if isinstance(done, AgentResponse):
-        return [
-            Rollout(
-                sample_id=done.request_id,
-                prompt=replace(prompt, tokens=one.context, contents=()),
-                tokens=one.tokens,
-                logps=one.logps,
-                finish_reason=one.finish_reason,
-                version=one.versions[0][0],
-                observed=one.observed,
-                versions=one.versions if len(one.versions) > 1 else (),
-                sequence=index,
-            )
-            for index, one in enumerate(done.sequences)
-        ]
-    rollout = Rollout(
-        sample_id=done.request_id,
-        prompt=prompt,
-        tokens=done.tokens,
-        logps=done.logps,
-        finish_reason=done.finish_reason,
-        version=done.version,
-        observed=done.observed if isinstance(done, Response) else None,
-        blobs=done.blobs,
-        versions=done.versions,
-    )
-    return [rollout]

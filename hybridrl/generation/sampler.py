@@ -44,7 +44,7 @@ from hybridrl.generation.background import BackgroundThread
 from hybridrl.generation.episodes import Episodes, OpenResponse
 from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
-from hybridrl.generation.responses import OpenAgent, Response, as_rollouts
+from hybridrl.generation.responses import OpenAgent, Response
 from hybridrl.generation.sample_tables import gathered_batch, table_of, with_greedy_rewards
 from hybridrl.generation.sampler_metrics import EngineTimes
 from hybridrl.generation.saved_rollouts import (
@@ -548,7 +548,7 @@ class Sampler:
             return None
         rollouts, groups = [], []
         for sample_id, (prompt, group) in sorted(owners.items()):
-            found = as_rollouts(done[sample_id], prompt)
+            found = done[sample_id].rollouts(prompt)
             rollouts += found
             groups += [group] * len(found)
         producer = Producer.of(type(self.engine), "rollout engine")

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrl.contracts.blobs import KINDS, Array, Blobs, blobs_from_json
 from hybridrl.contracts.likely_tokens import likely_entries
-from hybridrl.contracts.prompts import Content
+from hybridrl.contracts.prompts import Content, Prompt, Rollout
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.models.adapters.slots import POLICY
 
@@ -180,6 +180,21 @@ class Completion(_Versioned):
 
     def __post_init__(self) -> None:
         check_versions(f"response {self.request_id}", len(self.tokens), self.version, self.versions)
+
+    def rollouts(self, prompt: Prompt) -> list[Rollout]:
+        """Returns the response as one rollout for each of its sequences of tokens."""
+        return [
+            Rollout(
+                sample_id=self.request_id,
+                prompt=prompt,
+                tokens=self.tokens,
+                logps=self.logps,
+                finish_reason=self.finish_reason,
+                version=self.version,
+                blobs=self.blobs,
+                versions=self.versions,
+            )
+        ]
 
 
 class Holding(NamedTuple):

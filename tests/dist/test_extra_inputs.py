@@ -28,7 +28,6 @@ from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, TrainBatch
 from hybridrl.contracts.blobs import BlobKind, Blobs, declare
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
-from hybridrl.generation.responses import as_rollouts
 from hybridrl.generation.sample_tables import gathered_batch, table_of
 from hybridrl.generation.saved_rollouts import SavedRollouts, prompt_digest, rollout_state
 from hybridrl.loop.saved_batch import SavedBatch
@@ -165,7 +164,7 @@ def finished(world: World) -> list[Completion]:
 def journey(world: World, folder: Path) -> TrainBatch:
     prompts = {group: prompt_of(group) for group in range(WORLD)}
     rollouts = [
-        rollout for done in finished(world) for rollout in as_rollouts(done, prompts[world.rank])
+        rollout for done in finished(world) for rollout in done.rollouts(prompts[world.rank])
     ]
     own = RolloutBatch.from_rollouts(rollouts, [world.rank] * 2, HERE)
     scored = own.scored(torch.zeros(2), {}, HERE)

@@ -25,7 +25,6 @@ from hybridrl.generation.resampling import replace_uniform_groups
 from hybridrl.generation.responses import (
     AgentResponse,
     AgentSequence,
-    as_rollouts,
     completion_from_json,
 )
 from hybridrl.generation.sample_tables import gathered_batch, table_of
@@ -247,7 +246,7 @@ def test_agent_responses_survive_a_checkpoint_and_become_one_rollout_per_sequenc
     )
     again = completion_from_json(json.loads(json.dumps(asdict(done))))
     assert again == done and again.runs == ((2, 2), (2, 2), (3, 1))
-    rollouts = as_rollouts(done, Prompt(0, "text", (1, 1, 1)))
+    rollouts = done.rollouts(Prompt(0, "text", (1, 1, 1)))
     assert [one.prompt.tokens for one in rollouts] == [(1, 2), (1,)]
     assert [one.sequence for one in rollouts] == [0, 1]
     batch = RolloutBatch.from_rollouts(rollouts, [0, 0], HERE)

@@ -16,16 +16,15 @@ from tiny_images import file_of, picture
 
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import Producer, RolloutBatch
-from hybridrl.contracts.prompts import Content, Prompt
+from hybridrl.contracts.prompts import Content, Prompt, Rollout
 from hybridrl.contracts.response_contents import RESPONSE_CONTENTS, without_contents
-from hybridrl.contracts.samples import Rollout
 from hybridrl.data.images import ImageTokens
 from hybridrl.environments.base import Turn, checked, checked_observation, decoded, encoded
 from hybridrl.environments.chat import ObservationEncoder, Observed
 from hybridrl.environments.image_parts import MAX_FILE_BYTES
 from hybridrl.errors import UserError
 from hybridrl.generation.episodes import Episodes, _Episode
-from hybridrl.generation.responses import Response, as_rollouts
+from hybridrl.generation.responses import Response
 from hybridrl.generation.saved_rollouts import SavedRollouts, prompt_digest, rollout_state
 from hybridrl.models.megatron.image_inputs import _images_of
 from hybridrl.models.vision.images import FILE
@@ -171,7 +170,7 @@ def test_images_keep_their_places_in_responses_and_batches(images: ImageTokens) 
     response = episode.response("tokens")
     assert without_contents(response.blobs) == ({}, (moved,))
     plain = Response(6, (8, 1), (-1.0, -1.0), "stop", 0, (False, False))
-    rollouts: list[Rollout] = [*as_rollouts(plain, prompt), *as_rollouts(response, prompt)]
+    rollouts: list[Rollout] = [*plain.rollouts(prompt), *response.rollouts(prompt)]
     batch = RolloutBatch.from_rollouts(rollouts, [0, 0], Producer.here("the test"))
     assert set(batch.blobs) == {RESPONSE_CONTENTS}
     assert _images_of(batch, 0) == (first,) and _images_of(batch, 1) == (first, moved)
