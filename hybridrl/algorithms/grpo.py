@@ -38,10 +38,10 @@ from hybridrl.contracts.batch import (
     BatchError,
     MicroBatch,
     Producer,
+    SampleValues,
     ScoredBatch,
     TrainBatch,
 )
-from hybridrl.contracts.sequences import SampleValues
 
 
 class Grpo(PolicyGradient[GrpoConfig]):

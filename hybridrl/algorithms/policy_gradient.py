@@ -27,8 +27,7 @@ from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.centering import mean_score
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.contracts.batch import MicroBatch, Producer, ScoredBatch, TrainBatch
-from hybridrl.contracts.sequences import SampleValues
+from hybridrl.contracts.batch import MicroBatch, Producer, SampleValues, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
 
 Config = TypeVar("Config", bound=PolicyGradientConfig)

@@ -16,8 +16,7 @@ import numpy as np
 from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.schema import StepsConfig
-from hybridrl.contracts.batch import Prompt, ScoredBatch
-from hybridrl.contracts.sequences import SampleValues
+from hybridrl.contracts.batch import Prompt, SampleValues, ScoredBatch
 from hybridrl.errors import MISSING, UserError
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.engine_phases import EnginePhases
