@@ -34,8 +34,7 @@ from hybridrl.models.megatron.te_attention import set_prefix_kernel
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
-from hybridrl.training.batches.balance import Schedule
-from hybridrl.training.batches.packing import even_sizes, round_up
+from hybridrl.training.batches.packing import Schedule, even_sizes, round_up
 from hybridrl.training.from_config import build_model, model_source
 
 # Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.

@@ -123,7 +123,6 @@ TORCH_FREE = [
     "rollout/sglang/version.py",
     "rollout/vllm/version.py",
     "training/batches/packing.py",
-    "training/batches/balance.py",
     "generation/spread.py",
     "metrics/flops.py",
     "loop/preflight.py",

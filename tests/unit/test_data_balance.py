@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hybridrl.errors import DataError
 from hybridrl.metrics.flops import attention_length, forward_flops
 from hybridrl.models.families.qwen2 import shape
-from hybridrl.training.batches.balance import (
+from hybridrl.training.batches.packing import (
     DEFAULT_ATTENTION_LENGTH,
     _assign_within_budget,
+    pack,
     schedule,
     schedule_hash,
 )
-from hybridrl.training.batches.packing import pack
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 # Medians of tokens and deviations of their logarithm, of prompts and responses, and the longest
@@ -170,7 +170,7 @@ def test_schedule_names_a_sample_longer_than_the_budget():
 
 def test_schedule_hash_is_the_same_in_every_process():
     code = (
-        "from hybridrl.training.batches.balance import schedule, schedule_hash\n"
+        "from hybridrl.training.batches.packing import schedule, schedule_hash\n"
         "print(schedule_hash(schedule([7 * i % 50 + 1 for i in range(100)], 4, 128, 2)))\n"
         "import sys; assert 'torch' not in sys.modules"
     )

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from some_cases import some
 
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
-from hybridrl.training.batches.balance import Schedule, schedule
 from hybridrl.training.batches.collation import micro_batch, unpack
-from hybridrl.training.batches.packing import even_sizes
+from hybridrl.training.batches.packing import Schedule, even_sizes, schedule
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
     ScheduleInputs,

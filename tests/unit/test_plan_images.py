@@ -31,7 +31,7 @@ from hybridrl.services.planner.micro_batch_sizes import Lengths
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text
 from hybridrl.services.planner.times import packs
-from hybridrl.training.batches.balance import schedule
+from hybridrl.training.batches.packing import schedule
 from hybridrl.training.batches.prompt_sharing import Unit, make_units
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"

@@ -13,9 +13,8 @@ from hybridrl.models.family import ModelShape
 from hybridrl.models.prompt_attention import LEAST_SHARED, reads_in_place
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.image_costs import image_tokens
-from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION, most_copied_rows
-from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
+from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up, schedule
 from hybridrl.training.batches.prompt_sharing import (
     KEY_ROWS_OF_BUDGET,
     Unit,

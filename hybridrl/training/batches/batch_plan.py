@@ -28,10 +28,15 @@ from hybridrl.models.megatron.layers import LayerKind
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.training.batches.balance import Schedule, schedule_hash
 from hybridrl.training.batches.branches import Branches
 from hybridrl.training.batches.collation import micro_batch, unpack
-from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
+from hybridrl.training.batches.packing import (
+    FP8_TOKENS,
+    Schedule,
+    even_sizes,
+    round_up,
+    schedule_hash,
+)
 from hybridrl.training.batches.prompt_sharing import (
     ScheduleInputs,
     schedule_lookups,

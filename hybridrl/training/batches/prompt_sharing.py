@@ -15,9 +15,14 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby
 from typing import Protocol, TypeVar
 
-from hybridrl.training.batches.balance import DEFAULT_ATTENTION_LENGTH, Schedule, schedule
 from hybridrl.training.batches.branches import Branches, BranchGroup, BranchUnit
-from hybridrl.training.batches.packing import check_lengths, round_up
+from hybridrl.training.batches.packing import (
+    DEFAULT_ATTENTION_LENGTH,
+    Schedule,
+    check_lengths,
+    round_up,
+    schedule,
+)
 
 # A unit usually fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be
 # filled well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be
