@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridrl.hybrid_engine.planning.plan import Plan
 from hybridrl.hybrid_engine.transports.transport import Peers
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import box_view
 from hybridrl.models.sources import ComputedSlice, SourceTensor, slice_of
 
 Key = tuple[int, int]

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 Shape = tuple[int, ...]
@@ -20,6 +24,10 @@ def sizes(box: Box) -> Shape:
 
 def volume(box: Box) -> int:
     return prod(stop - start for start, stop in box)
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def intersection(one: Box, other: Box) -> Box | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridrl.models.adapters.rows import HF_A
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import box_view
 from hybridrl.models.hf.stored_slices import stored_name
 from hybridrl.models.weights import RankLayout
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.models.boxes import Box
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import Box, box_view
 from hybridrl.models.weights import RankLayout
 
 

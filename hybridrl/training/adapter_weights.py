@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.models.adapters.rows import A, B, is_adapter, weight_of
-from hybridrl.models.boxes import Box
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import Box, box_view
 from hybridrl.models.sources import SourceTensor, TrainingShard
 from hybridrl.models.weights import RankLayout
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.transports.transport import AddressWatch
-from hybridrl.models.boxes import Box, Shape, intersection, moved
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import Box, Shape, box_view, intersection, moved
 from hybridrl.models.quantized import ScaledPart, trainer_scales
 from hybridrl.models.sources import ComputedSlice, SourceTensor, TrainingShard, WeightSource
 from hybridrl.models.weights import RankLayout

@@ -28,10 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.boxes import volume
+from hybridrl.models.boxes import box_view, volume
 from hybridrl.models.expert_stacks import ordered_by_stack
 from hybridrl.models.family import read_model
-from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import FullWeights, TrainingShard
 from hybridrl.models.weights import RankLayout, hf_shapes, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group

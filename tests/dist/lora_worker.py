@@ -48,8 +48,9 @@ from hybridrl.models.adapters.rows import (
     target_names,
     without_expert_adapters,
 )
+from hybridrl.models.boxes import box_view
 from hybridrl.models.family import Family, ModelShape, resolve_family
-from hybridrl.models.hf.shards import box_view, load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.trainable import synced_family
 from hybridrl.models.weights import hf_shapes, megatron_layouts

@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.models.boxes import box_view
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import box_view, load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import World

@@ -20,9 +20,8 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.models.boxes import Box
+from hybridrl.models.boxes import Box, box_view
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import box_view
 from hybridrl.models.init import init_weights
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes

@@ -32,8 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.models.boxes import box_view
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import box_view
 from hybridrl.models.quantized import SCALES, quantized_shapes, unquantized_modules
 from hybridrl.models.sources import FullWeights, TrainingShard
 from hybridrl.models.weights import megatron_layout

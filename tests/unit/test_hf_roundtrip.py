@@ -48,13 +48,13 @@ from transformers import (
 from hybridrl.config.wrapped_models import text_name, wrapped_name
 from hybridrl.errors import CheckpointError
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
-from hybridrl.models.boxes import volume
+from hybridrl.models.boxes import box_view, volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import headers
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.headers import HfHeaders
-from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, box_view, load_hf
+from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, load_hf
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout

@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hybridrl.errors import CheckpointError, ModelError
+from hybridrl.models.boxes import box_view
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.mxfp4 import dequantized
-from hybridrl.models.hf.shards import HfCheckpoint, box_view, load_hf
+from hybridrl.models.hf.shards import HfCheckpoint, load_hf
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

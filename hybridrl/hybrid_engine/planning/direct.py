@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.transports.transport import Peers
-from hybridrl.models.boxes import Box, volume
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import Box, box_view, volume
 from hybridrl.models.sources import SourceTensor
 
 # Smaller blocks are packed into messages of 64 MiB: NCCL sends messages of 16 MiB at 100 GB/s, but

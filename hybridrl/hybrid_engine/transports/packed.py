@@ -47,8 +47,7 @@ from hybridrl.hybrid_engine.transports.transport import (
     copies_of,
     is_same_memory,
 )
-from hybridrl.models.boxes import sizes, volume
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import box_view, sizes, volume
 from hybridrl.models.sources import ComputedSlice, SourceTensor, memory_of, slice_of
 from hybridrl.models.weights import RankLayout
 

@@ -36,7 +36,7 @@ from hybridrl.hybrid_engine.transports.transport import (
     Traffic,
     is_same_memory,
 )
-from hybridrl.models.hf.shards import box_view
+from hybridrl.models.boxes import box_view
 from hybridrl.models.sources import SourceTensor
 from hybridrl.parallel.peer_memory import PeerMemory
 

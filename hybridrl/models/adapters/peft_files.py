@@ -20,9 +20,10 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.base_reference import BaseReference
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import CONFIG_FILE, PREFIX, TENSOR_FILE, PeftAdapter
+from hybridrl.models.boxes import box_view
 from hybridrl.models.hf.directory import copy_tokenizer
 from hybridrl.models.hf.headers import open_shard
-from hybridrl.models.hf.shards import CARD, box_view
+from hybridrl.models.hf.shards import CARD
 from hybridrl.models.weights import RankLayout, check_tensors
 
 

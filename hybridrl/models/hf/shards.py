@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybridrl.config.wrapped_models import SHORT_VISUAL, VISUAL, WRAPPED_PREFIX, name_in_files
 from hybridrl.errors import CheckpointError
-from hybridrl.models.boxes import Box, Shape
+from hybridrl.models.boxes import Box, Shape, box_view
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.expert_files import (
@@ -50,10 +50,6 @@ from hybridrl.models.weights import RankLayout, Region, check_tensors
 MAX_SHARD_BYTES = 5 * 10**9
 CARD = "README.md"  # name of model cards on the hub
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
-
-
-def box_view(tensor: Tensor, box: Box) -> Tensor:
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:

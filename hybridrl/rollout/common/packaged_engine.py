@@ -29,9 +29,8 @@ from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_expe
 from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
 from hybridrl.models.adapters.rows import base_of
 from hybridrl.models.adapters.slots import POLICY, EngineSlots, is_slot, slot_rules
-from hybridrl.models.boxes import Box, Shape
+from hybridrl.models.boxes import Box, Shape, box_view
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.hf.shards import box_view
 from hybridrl.models.quantized import engine_scales, quantized_shapes, with_scale_shapes
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
@@ -511,4 +510,4 @@ def _parts(padding: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]) ->
     """Yields the parts of slots that no adapter fills."""
     for name, box in padding:
         if is_slot(name):
-            yield tensors[name][tuple(slice(*span) for span in box)]
+            yield box_view(tensors[name], box)

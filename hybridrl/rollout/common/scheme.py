@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
-from hybridrl.models.boxes import Shape, show
+from hybridrl.models.boxes import Shape, box_view, show
 from hybridrl.models.hf.stored_slices import StoredSlice, slice_counts
 from hybridrl.models.quantized import SCALES, is_scale
 from hybridrl.models.weights import RankLayout
@@ -78,9 +78,9 @@ def check_placement(
     for region in layout.regions:
         if region.hf not in looked_at:
             continue
-        part = live[region.local][_slices(region.local_box)]
+        part = box_view(live[region.local], region.local_box)
         whole = coded(region.hf, hf_shapes[region.hf], _type_of(region.hf, hf_shapes, like))
-        expected = whole[_slices(region.hf_box)]
+        expected = box_view(whole, region.hf_box)
         if part.dtype == FP8:  # codes include NaN, which equals no number
             part, expected = part.view(torch.uint8), expected.view(torch.uint8)
         if not torch.equal(part, expected.to(part.dtype)):
@@ -147,10 +147,6 @@ def _first_and_last_layer(hf_shapes: Mapping[str, Shape]) -> dict[str, None]:
 
 def _layer(name: str) -> int | None:
     return next((int(word) for word in name.split(".") if word.isdigit()), None)
-
-
-def _slices(box: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _shape(shape: Shape | None) -> str:
