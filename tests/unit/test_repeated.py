@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.transports.repeated import Repeated
-from hybridrl.hybrid_engine.transports.transport import AddressWatch
+from hybridrl.hybrid_engine.transports.transport import AddressWatch, Repeated
 
 CUDA = torch.device("cuda", 0)
 

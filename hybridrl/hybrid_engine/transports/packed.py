@@ -39,10 +39,10 @@ from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.planning.direct import Direct, agree_on_all
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.planning.wire_elements import fixed_sizes
-from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.transport import (
     Fill,
     Peers,
+    Repeated,
     Traffic,
     copies_of,
     is_same_memory,

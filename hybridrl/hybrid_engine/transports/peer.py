@@ -11,7 +11,7 @@ their source. Blocks that are strided in their destination go to a staging area,
 destination that is written later (staging.py), and from there a kernel copies them while the
 engines continue. Other kernels copy data that stays on the rank. If a few ranks hold most blocks,
 the first kernel also reads some of these (kernel_share.py). From the second run on, the first
-barrier and the kernels are CUDA graphs (repeated.py), which are captured before that barrier.
+barrier and the kernels are CUDA graphs (`Repeated`), which are captured before that barrier.
 Elements are cast from the source's type to the destination's as they are copied.
 """
 
@@ -27,12 +27,12 @@ from torch import Tensor
 from hybridrl import ops
 from hybridrl.hybrid_engine.planning.kernel_share import kernel_shares, split_blocks
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
-from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.staging import stage_copies
 from hybridrl.hybrid_engine.transports.transport import (
     AddressWatch,
     Pair,
     Peers,
+    Repeated,
     Traffic,
     is_same_memory,
 )
