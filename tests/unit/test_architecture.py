@@ -127,7 +127,7 @@ TORCH_FREE = [
     "metrics/flops.py",
     "loop/preflight.py",
 ]
-WITH_TORCH = {f"hybrid_engine/planning/{name}.py" for name in ("direct", "kernel_share")}
+WITH_TORCH = {"hybrid_engine/planning/direct.py"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.planning.kernel_share import kernel_shares, split_blocks
+from hybridrl.hybrid_engine.transports.blocks import kernel_shares, split_blocks
 
 MB = 1_000_000
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from some_cases import some
 
-from hybridrl.hybrid_engine.transports.staging import stage_copies
+from hybridrl.hybrid_engine.transports.blocks import stage_copies
 from hybridrl.hybrid_engine.transports.transport import Pair
 
 

@@ -8,9 +8,9 @@ First, one kernel reads small and strided rectangles from all peers, interleaved
 enqueues the copies for the copy engines. These start when the kernel ends, because kernel and copy
 engines slow each other down (docs/adr/0003). They copy blocks that are large and contiguous in
 their source. Blocks that are strided in their destination go to a staging area, which is another
-destination that is written later (staging.py), and from there a kernel copies them while the
+destination that is written later (blocks.py), and from there a kernel copies them while the
 engines continue. Other kernels copy data that stays on the rank. If a few ranks hold most blocks,
-the first kernel also reads some of these (kernel_share.py). From the second run on, the first
+the first kernel also reads some of these. From the second run on, the first
 barrier and the kernels are CUDA graphs (`Repeated`), which are captured before that barrier.
 Elements are cast from the source's type to the destination's as they are copied.
 """
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.planning.kernel_share import kernel_shares, split_blocks
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
-from hybridrl.hybrid_engine.transports.staging import stage_copies
+from hybridrl.hybrid_engine.transports.blocks import kernel_shares, split_blocks, stage_copies
 from hybridrl.hybrid_engine.transports.transport import (
     AddressWatch,
     Pair,
