@@ -15,7 +15,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from hybridrl.hybrid_engine.planning.owned import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize, wire_views
-from hybridrl.hybrid_engine.target import WeightTarget, forgets, stale_copy_of
 from hybridrl.hybrid_engine.transports.packed import (
     PackedTransport,
     agree_wire_dtype,
@@ -51,6 +50,44 @@ from hybridrl.parallel.peer_memory import PeerMemory
 Alike = TypeVar("Alike", RankLayout, frozenset[str])
 
 POLL_S = 2e-5  # how often the host polls whether the weights have arrived
+
+
+class WeightTarget(Protocol):
+    """An inference engine's live parameters on this rank, writable in place."""
+
+    def layout(self) -> RankLayout:
+        """Returns which parts of the HF checkpoint this rank's parameters contain."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Returns the engine's live parameters by their names in the layout, to write to."""
+
+    def begin_update(self) -> None:
+        """Makes the parameters writable; until `finish_update` the engine does not generate."""
+
+    def sleep(self, keeps_memory: bool = False) -> None:
+        """Stops generation until the next update has finished.
+
+        With `keeps_memory`, weights and caches stay allocated instead of being freed for training.
+        """
+
+    def finish_update(self, version: int) -> None:
+        """Declares a new version of all parameters, and clears caches that depend on them."""
+
+
+@runtime_checkable
+class ForgettingTarget(WeightTarget, Protocol):
+    """A target whose parameters can lose their content while it sleeps."""
+
+    def forgets_weights(self, keeps_memory: bool) -> bool:
+        """Returns whether `sleep(keeps_memory)` loses parameters; constant during a run."""
+
+
+@runtime_checkable
+class CopyingTarget(WeightTarget, Protocol):
+    """A target that computes with copies of some parameters; `finish_update` updates the copies."""
+
+    def stale_copy(self) -> str | None:
+        """Returns the name of the first copy that differs from its parameter, or None."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +214,7 @@ class HybridEngine:
         except (PlanError, ModelError) as caught:
             error = str(caught)
         is_computed = any(not isinstance(tensor, Tensor) for tensor in weights.values())
-        traits = _Traits(is_computed, *forgets(target))
+        traits = _Traits(is_computed, *_forgets(target))
         traits = _agree(error, "".join(plan.hash() for plan in plans), traits, peers)
         self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # key: `keeps_memory`
         self.plan, self._changing = plans[0], plans[-1]
@@ -367,7 +404,9 @@ class HybridEngine:
 
     def _verify_copies(self) -> None:
         """Raises VerifyError on every rank if an engine computes with outdated copies."""
-        stale = self._peers.gather_objects(stale_copy_of(self._target))
+        target = self._target
+        own = target.stale_copy() if isinstance(target, CopyingTarget) else None
+        stale = self._peers.gather_objects(own)
         for rank, name in enumerate(stale):
             if name is not None:
                 raise VerifyError(
@@ -445,6 +484,13 @@ class _Traits(NamedTuple):
     has_computed: bool
     forgets: bool
     forgets_kept: bool
+
+
+def _forgets(target: WeightTarget) -> tuple[bool, bool]:
+    """Returns whether a target loses its weights in a sleep that frees, or that keeps, memory."""
+    if not isinstance(target, ForgettingTarget):
+        return False, False
+    return target.forgets_weights(keeps_memory=False), target.forgets_weights(keeps_memory=True)
 
 
 def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.hybrid_engine.target import WeightTarget
+from hybridrl.hybrid_engine.engine import WeightTarget
 from hybridrl.models.family import Family
 from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
