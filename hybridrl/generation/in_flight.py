@@ -22,7 +22,6 @@ from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
     merge_states,
     rollout_state,
-    sampling_of,
 )
 from hybridrl.generation.schedule import Group, Runs, Schedule, assign_replicas
 from hybridrl.generation.spread import ResponseLengths
@@ -348,7 +347,7 @@ def restored_pool(
         )
         own: list[Sample | None] = []
         for sample_id in sample_ids(empty):
-            how = sampling_of(sampling, sample_id)
+            how = sampling.for_sample(sample_id)
             found = saved.find(saved.step, sample_id, empty.prompt, how)
             open_response = found.turns and OpenResponse(found.turns, found.request)
             own.append(found.whole or open_response or found.request)

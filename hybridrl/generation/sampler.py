@@ -53,7 +53,6 @@ from hybridrl.generation.saved_rollouts import (
     merge_states,
     prompt_digest,
     rollout_state,
-    sampling_of,
     without_sample_data,
 )
 from hybridrl.generation.schedule import SYNCHRONOUS, Schedule
@@ -307,7 +306,7 @@ class Sampler:
             for sample_id in numbers(group):
                 self._owners[sample_id] = (prompt, group)
                 self._digests[sample_id] = digest
-                found = saved.find(step, sample_id, prompt, sampling_of(params, sample_id))
+                found = saved.find(step, sample_id, prompt, params.for_sample(sample_id))
                 if found.whole is not None:
                     self._done[sample_id] = found.whole
                 elif request := self._request(sample_id, step, prompt, found.request, found.turns):
@@ -324,7 +323,7 @@ class Sampler:
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
         """Returns a sample's first or next request, unless its environment or agent begins."""
-        sampling = sampling_of(self._drawn, sample_id)
+        sampling = self._drawn.for_sample(sample_id)
         if self.episodes is not None:
             self.episodes.begin(step, sample_id, prompt, sampling, turns)
             return begun

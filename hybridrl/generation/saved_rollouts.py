@@ -56,7 +56,7 @@ class SavedRollouts:
         if self._digests.get(str(sample_id), digest) != digest:
             return SavedSample()
         whole, turns = self._whole.get(sample_id), self._turns.get(sample_id)
-        began = self._sampling and sampling_of(self._sampling, sample_id)
+        began = self._sampling and self._sampling.for_sample(sample_id)
         if whole is not None:
             done = completion_from_json(whole)
             return SavedSample(whole=done) if done_fits(done, began, sampling) else SavedSample()
@@ -95,11 +95,6 @@ def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
     """Returns the sampling parameters in `Sampler.state`; None for an old checkpoint's."""
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)
-
-
-def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
-    """Returns the sampling parameters for a sample. A negative number means a greedy sample."""
-    return sampling if sample_id >= 0 else dataclasses.replace(sampling, temperature=0.0)
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:

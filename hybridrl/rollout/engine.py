@@ -53,6 +53,10 @@ class SamplingParams:
         lists = {name: tuple(fields.get(name, ())) for name in ("stop_token_ids", "stop_strings")}
         return SamplingParams(**{**fields, **lists})
 
+    def for_sample(self, sample_id: int) -> SamplingParams:
+        """Returns the parameters for a sample. A negative number means a greedy sample."""
+        return self if sample_id >= 0 else replace(self, temperature=0.0)
+
     @property
     def needs_history(self) -> bool:
         """Whether logits depend on earlier tokens: penalties, or a minimum length."""
