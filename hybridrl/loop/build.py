@@ -23,7 +23,6 @@ from hybridrl.loop.run_data import Given, make_data
 from hybridrl.loop.run_starts import StartTimes
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.step_metrics import StepMetrics
-from hybridrl.loop.updates import Updates
 from hybridrl.loop.validation import Validation
 from hybridrl.loop.versions import report_untested
 from hybridrl.parallel.failure import PeerError
@@ -159,12 +158,6 @@ class Run:
             evaluations=self.evaluations,
             phases=self.phases,
             journal=journal,
-        )
-        self.updates = Updates(
-            algorithm=algorithm,
-            roles=roles,
-            mix=data.mix,
-            skipped=self.skipped,
         )
         metrics = StepMetrics(
             algorithm=algorithm, roles=roles, data=data, sampler=self.sampler, journal=journal

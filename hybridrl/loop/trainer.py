@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hybridrl import console
 from hybridrl.algorithms.base import AdaptiveAlgorithm, GroupAlgorithm
+from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.config.load import as_config
 from hybridrl.config.schema import Config
 from hybridrl.contracts.batch import Prompt, ScoredBatch, TrainBatch
@@ -24,7 +25,10 @@ from hybridrl.errors import UserError
 from hybridrl.generation.resampling import replace_uniform_groups
 from hybridrl.loop.observers import StepRecord, last_step
 from hybridrl.loop.user_arguments import ARGUMENTS, Given, unknown_argument
+from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.parallel.stopping import check_stop
+from hybridrl.training.batches.batch_plan import mini_batch_sizes
+from hybridrl.training.update import optimizer_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -284,10 +288,23 @@ class Trainer:
         return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes a training step's optimizer steps; returns mean metrics (see `Updates.take`)."""
-        metrics = self._run.updates.take(
-            batch, step=self.step, number=self.config.steps.updates_per_step
-        )
+        """Takes one optimizer step for each equal part of the batch and of loss terms. A step is
+        skipped if its loss or gradient is not finite. Returns mean metrics. Raises UserError if
+        `train.max_skipped_steps` optimizer steps in a row were skipped.
+        """
+        roles, found, end = self.roles, list[dict[str, float]](), 0
+        sizes = mini_batch_sizes(batch, self.config.steps.updates_per_step)
+        mixed = self.mix.batches(roles, len(sizes), roles.trains_policy(self.step))
+        for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
+            part, end = batch.select(range(end, end + size)), end + size
+            random_states = rng_state()  # copied before the forward pass changes them
+            gradients = roles.gradients(part, self.step, terms)
+            found.append(optimizer_step(gradients))
+            if found[-1][SKIPPED]:
+                self.skipped.add(self.step + 1, index, part, terms, gradients, random_states)
+            else:
+                self.skipped.in_a_row = 0
+        metrics = average(found) | roles.policy.step_mismatch(batch, found[0])
         if isinstance(self.algorithm, AdaptiveAlgorithm):
             metrics |= self.algorithm.after_step(batch)
         return metrics

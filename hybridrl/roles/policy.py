@@ -6,7 +6,7 @@ Collective: all ranks pass the same samples, although each holds the tokens of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -131,6 +131,20 @@ class Policy:
         for term, part in zip(terms, loss_parts[1:], strict=True):
             found.metrics.update(_term_metrics(term, part))
         return found
+
+    def step_mismatch(self, batch: TrainBatch, first: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics that compare engine and trainer over a whole step, whose first
+        optimizer step had the metrics `first`.
+        """
+        if self.old_is_sampled:
+            # Later parts are computed with updated weights, and old log-probabilities are the
+            # engine's own, so only the first part compares engine and trainer.
+            compared = ("mismatch/", "correction/")
+            return {name: x for name, x in first.items() if name.startswith(compared)}
+        if self.algorithm.needs.rollouts and batch.old_logp_T is not None:
+            # Computed over the whole batch, because correlations cannot be averaged.
+            return behaviour_metrics(batch, batch.old_logp_T, self.algorithm)
+        return {}
 
 
 def _loss(
