@@ -139,3 +139,7 @@ async def twice(task: Any, folder: str) -> float:
     kind = "evaluation" if task.is_evaluation else "training"
     (Path(folder) / f"{kind}_{task.base_url.rpartition(':')[2]}").touch()
     return float(task.sample % 2)
+
+
+async def grouped(task: Any) -> float:
+    raise ExceptionGroup("several", [ExceptionGroup("inner", [KeyError("first")]), ValueError("b")])

@@ -60,10 +60,15 @@ def _number_or_text(reward: Any) -> float | str | None:
 
 
 def _described(error: BaseException) -> str:
-    """Prints an error of the user's code to the log. Returns its class and its first line."""
-    name = type(error).__name__
+    """Prints an error of the user's code to the log. Returns its class and its first line; those of
+    the first of several errors, which task groups raise together.
+    """
     with suppress(Exception):  # its text is made by the user's code
         traceback.print_exception(error)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    name = type(error).__name__
+    with suppress(Exception):
         lines = str(error).splitlines()
         return f"{name}: {_sendable(lines[0]) if lines else ''}"
     return name

@@ -338,6 +338,7 @@ def test_functions_run_in_one_process_and_report_rewards_and_errors(tmp_path, mo
         ("text", "reported the reward 'much'"),
         ("unsendable", "reported the reward '{1} \\\\ud800xx"),
         ("unprintable", "raised Unprintable"),
+        ("grouped", "raised KeyError: 'first'"),
         ("missing", "has no attribute 'missing'"),
     ):
         runner = function_runner(tmp_path, name)
