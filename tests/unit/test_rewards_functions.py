@@ -61,3 +61,28 @@ def test_a_module_that_fails_is_named_with_the_users_lines(tmp_path, monkeypatch
     at = rf"JSONDecodeError at {tmp_path}/fails_at_import\.py:3: Expecting value"
     with pytest.raises(UserError, match=at):
         find_reward(RewardConfig(function="fails_at_import:score"))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "key", "reason"),
+    [
+        ("scaled", {"scal": 2.0}, "reward.options", "unexpected keyword argument 'scal'"),
+        ("scaled", {"c": 1}, "reward.options", "multiple values for argument 'c'"),
+        ("least", {}, "reward.function", "missing a required argument: 'words'"),
+        ("short", {}, "reward.function", "too many positional arguments"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_its_options_is_refused(
+    tmp_path, monkeypatch, function, options, key, reason
+):
+    (tmp_path / "called_rewards.py").write_text(
+        "def scaled(p, r, c, scale=1): return len(r) * scale\n"
+        "def least(p, r, c, words): return len(r) > words\n"
+        "def short(r): return len(r)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good = RewardConfig(function="called_rewards:scaled", options={"scale": 2})
+    assert find_reward(good)("", "abc", {}) == 6
+    with pytest.raises(UserError, match=reason) as caught:
+        find_reward(RewardConfig(function=f"called_rewards:{function}", options=options))
+    assert caught.value.name == key
