@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -50,19 +51,25 @@ class Commands(TyperGroup):
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 benches = typer.Typer(no_args_is_help=True, help="Measure parts of a run on this host.")
 benches.command("rollout")(bench.bench_rollout)
-app.command()(init.init)
-app.command()(init.examples)
 app.add_typer(benches, name="bench")
-app.command("launch")(launch.launch_command)
-app.command()(check.check)
-app.command()(plan.plan)
-app.command()(train.train)
-app.command("eval")(eval.evaluate)
-app.command()(serve.serve)
-app.command()(convert.convert)
-app.command()(push.push)
-app.command()(report.report)
-app.command()(top.top)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "init": init.init,
+    "examples": init.examples,
+    "launch": launch.launch_command,
+    "check": check.check,
+    "plan": plan.plan,
+    "train": train.train,
+    "eval": eval.evaluate,
+    "serve": serve.serve,
+    "convert": convert.convert,
+    "push": push.push,
+    "report": report.report,
+    "top": top.top,
+}
+for _name, _command in COMMANDS.items():
+    _summary, *_ = (_command.__doc__ or "").partition("\n\n")
+    # Without the source's line breaks, which typer keeps in the list of commands.
+    app.command(_name, short_help=" ".join(_summary.split()))(_command)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -26,7 +26,8 @@ def _as_weights(value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(
-        type(x) in (int, float) and 0 < x < float("inf") for x in value
+        isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf")
+        for x in value
     ):
         raise PydanticCustomError("weights", "a list of finite numbers above 0")
     return tuple(float(x) for x in value)

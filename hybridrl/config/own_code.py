@@ -67,6 +67,8 @@ def contained() -> Iterator[None]:
     except (Exception, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as error:
+        if isinstance(error.__context__, BrokenPipeError) and not own_lines(error):
+            raise  # rich ends a command whose output nobody reads any more
         allowed = "code that returns, or raises an Exception"
         remedy = "Remove the call; it would end the run without a message."
         raise UserError(

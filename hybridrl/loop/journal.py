@@ -355,7 +355,7 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
         )
         if name == "eval_reward" and any(_are_equal(p, (before, after)) for p in found.values()):
             continue
-        label = name.removeprefix("eval_")
+        label = "reward" if name == "eval_reward" else name
         label = label if "/" in label else f"held-out {label}"
         found[label.replace(VALIDATION, "held-out ")] = before, after
     return found

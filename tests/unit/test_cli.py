@@ -374,3 +374,28 @@ def test_plan_memory_follows_the_sharding(here: Path) -> None:
     kept = 152064 * 3584
     assert one["train_peak_bytes"] - frozen["train_peak_bytes"] == 16 * kept
     assert one["rollout_peak_bytes"] - frozen["rollout_peak_bytes"] == 12 * kept
+
+
+def test_the_list_of_commands_breaks_lines_only_at_the_border(here: Path) -> None:
+    found = hybridrl(here, "--help", COLUMNS="400", TERMINAL_WIDTH="400").stdout
+    commands = found[found.index("Commands") :].splitlines()[1:-1]
+    rows = [row.strip("│ ") for row in commands if row.startswith("│")]
+    assert len(rows) == 13, found
+    assert all(row.endswith(".") for row in rows), rows
+
+
+def test_help_whose_reader_stops_says_nothing(here: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridrl.cli.main", "train", "--help"],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writes)
+    assert done.returncode == 1 and done.stderr == ""

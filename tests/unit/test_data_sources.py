@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import ROOT
 
@@ -254,6 +255,11 @@ MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "
 def test_wrong_sections_are_refused(section, said):
     with pytest.raises(ConfigError, match=said):
         load_config_dict({**MINIMAL, "data": section})
+
+
+def test_weights_may_be_numbers_of_numpy():
+    section = {"prompts": ["a", "b"], "weights": list(np.array([1.0, 3.0]))}
+    assert load_config_dict({**MINIMAL, "data": section}).data.weights == (1.0, 3.0)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside this checkout")

@@ -159,3 +159,7 @@ def test_a_reward_that_is_the_accuracy_but_for_rounding_has_no_row() -> None:
         "held-out accuracy"
     ]
     assert "held-out reward" in _compared({**found, "accuracy_after": 0.9})
+
+
+def test_an_evaluation_set_keeps_its_whole_name() -> None:
+    assert list(_compared({"eval_sums/accuracy_before": 0.5})) == ["eval_sums/accuracy"]

@@ -321,9 +321,11 @@ def test_report_has_a_figure_of_every_metric_that_a_run_may_have() -> None:
 def test_what_was_measured_before_the_first_step_comes_from_the_summary(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     summary = {"accuracy_before": 0.125, "eval_reward_before": 1.5, "validation/loss_before": 2.5}
+    summary["eval_sums/accuracy_before"] = 0.75  # of the evaluation set eval_sums
     (run / "summary.json").write_text(json.dumps({**summary, "seconds": 1.0}))
     shown = Page(write_report(run)).data["runs"][0]
     assert shown["steps"][0] == 0
     assert shown["metrics"]["eval/reward"] == {"v": [1.5], "at": [0]}
     assert shown["metrics"]["eval/loss"] == {"v": [2.5], "at": [0]}
+    assert shown["metrics"]["eval/eval_sums/accuracy"] == {"v": [0.75], "at": [0]}
     assert shown["metrics"]["eval/accuracy"] == {"v": [0.125, 0.25, 0.5], "at": [0, 6, 12]}

@@ -13,7 +13,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.loop.preflight import model_violations
 from hybridrl.parallel.failure import is_launched
-from hybridrl.parallel.host_gpus import local_host
+from hybridrl.parallel.host_gpus import local_host, num_local_gpus
 from hybridrl.services.launch.local_ranks import is_rank
 from hybridrl.services.planner.choose import needs_choice, overrides_of, with_layout
 
@@ -25,12 +25,12 @@ def laid_out(config: Config, world_size: int | None) -> tuple[Config, list[str],
 
     By default, ranks are as many as this host's GPUs, or as the layout needs.
     """
-    host = local_host()
-    size = world_size or default_world_size(config, host.num_gpus)
+    num_gpus = num_local_gpus()
+    size = world_size or default_world_size(config, num_gpus)
     # Ranks receive the layout from rank 0 or from the launcher.
-    if is_rank() or not needs_choice(config, size, host.num_gpus > 0):
+    if is_rank() or not needs_choice(config, size, num_gpus > 0):
         return config, [], size
-    found = with_layout(config, size, host)
+    found = with_layout(config, size, local_host())
     overrides = overrides_of(found)
     if config.layout.is_open(size):
         chosen = " ".join(overrides[:-2]) or "nothing, because the config sets all values"

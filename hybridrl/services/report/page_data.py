@@ -100,9 +100,10 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 
 
 def _measured_before(summary: Mapping[str, Any]) -> Record:
+    renamed = {"eval_reward": "reward"}
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
-        f"eval/{name.removeprefix(VALIDATION).removeprefix('eval_')}{ending}": value
+        f"eval/{renamed.get(name, name.removeprefix(VALIDATION))}{ending}": value
         for (name, before, ending), value in parts
         if before and (value is None or type(value) in (int, float))
     }
