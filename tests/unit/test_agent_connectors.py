@@ -218,3 +218,14 @@ def test_rows_are_written_without_showing_the_options(
     assert "hidden-value" not in str(error.value)
     with pytest.raises(UserError, match=r"agent\.python"):
         write(1, str(tmp_path / "no_python"))
+    (tmp_path / "rows_module.py").write_text("play = rules = None\n")
+    with pytest.raises(UserError, match="a connector whose module has a function `rows`") as error:
+        write(1)
+    assert error.value.name == "agent.function"
+
+
+@pytest.mark.parametrize("words", [[], ["run.yaml"], ["run.yaml", "out.jsonl", "many"]])
+def test_wrong_arguments_of_write_rows_are_answered_with_its_usage(words):
+    module = [sys.executable, "-m", "hybridrl.agents.connectors.write_rows"]
+    done = subprocess.run([*module, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.strip() == write_rows.USAGE

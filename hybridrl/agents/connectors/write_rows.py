@@ -17,10 +17,15 @@ from hybridrl.config.load import load_config
 from hybridrl.console import say
 from hybridrl.errors import UserError
 
-PROGRAM = """
+USAGE = "usage: python -m hybridrl.agents.connectors.write_rows RUN.yaml OUT.jsonl [MAX_ROWS]"
+NO_ROWS = 3  # exit status
+PROGRAM = f"""
 import importlib, itertools, json, sys
 module, options, most = json.load(sys.stdin)
-found = importlib.import_module(module).rows(**options)
+connector = importlib.import_module(module)
+if not hasattr(connector, "rows"):
+    sys.exit({NO_ROWS})
+found = connector.rows(**options)
 out, sys.stdout = sys.stdout, sys.stderr  # what the environment prints is not a row
 for row in itertools.islice(found, most):
     print(json.dumps(row), file=out, flush=True)
@@ -48,6 +53,10 @@ def main(config_file: str, out: str, max_rows: int | None = None) -> int:
         ) from None
     finally:
         environment.close()
+    if done.returncode == NO_ROWS:
+        allowed = "a connector whose module has a function `rows`"
+        remedy = f"Write the rows of data yourself: {module} lists none."
+        raise UserError("agent.function", agent.function, allowed, remedy)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         got = f"a value for which {module}:rows failed"
@@ -58,8 +67,11 @@ def main(config_file: str, out: str, max_rows: int | None = None) -> int:
 
 
 if __name__ == "__main__":
+    given = sys.argv[1:]
+    if len(given) not in (2, 3) or not all(number.isdecimal() for number in given[2:]):
+        sys.exit(USAGE)
     try:
-        config_file, out, *most = sys.argv[1:]
-        say(f"{main(config_file, out, int(most[0]) if most else None)} rows")
+        most = int(given[2]) if len(given) == 3 else None
+        say(f"{main(given[0], given[1], most)} rows")
     except UserError as error:
         sys.exit(str(error))
