@@ -223,6 +223,8 @@ ENGINES = [*MODELS, "scripted"]
 LOGP_TOLERANCE = 1e-4
 
 opened: list[Any] = []
+idle: dict[tuple[str, int], list[Any]] = {}
+lent: list[tuple[tuple[str, int], Any]] = []
 
 
 def make_reference(name: str, seed: int = 0) -> Any:
@@ -286,6 +288,33 @@ def make_engine(
     return engine
 
 
+reference_of = cache(make_reference)  # of tests that do not change it
+
+
+def lend_engine(name: str, max_batch: int = 8, version: int = 0) -> Any:
+    """Returns what `make_engine` returns: an engine that earlier tests have used, if there is one.
+
+    `give_back` takes all that are lent; `close_engines` ends them.
+    """
+    key = name, max_batch
+    if waiting := idle.get(key):
+        engine = waiting.pop()
+        engine.clear()
+        write_weights(engine, reference_of(name), version)
+    else:
+        engine = make_engine(name, max_batch, version)
+    if name != "scripted":
+        lent.append((key, engine))
+    return engine
+
+
+def give_back() -> None:
+    """Lets later tests use the engines that are lent."""
+    while lent:
+        key, engine = lent.pop()
+        idle.setdefault(key, []).append(engine)
+
+
 def start_packaged(
     name: str,
     max_batch: int = 8,
@@ -315,6 +344,8 @@ def start_packaged(
 
 def close_engines() -> None:
     """Closes what `start_packaged` opened."""
+    lent.clear()
+    idle.clear()
     if opened:
         while opened:
             opened.pop().close()

@@ -74,7 +74,7 @@ def test_engine_with_experts_draws_from_the_distribution_of_transformers(name: s
     for version in range(2):
         model = make_reference(name, version)
         write_weights(engine, model, version)
-        requests = make_requests(12, MIXED)
+        requests = make_requests(len(MIXED), MIXED)
         # Of one prompt, longer than a block of the KV cache: several are computed once.
         prompt = tuple(2 + i % (VOCAB - 2) for i in range(40))
         requests += [replace(one, request_id=i, prompt=prompt) for i, one in enumerate(requests)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,13 @@ from engine_cases import (
     TINY,
     VOCAB,
     close,
+    close_engines,
     expected_logps,
+    give_back,
+    lend_engine,
     make_engine,
-    make_reference,
     make_requests,
+    reference_of,
     write_weights,
 )
 from packaged import CLASSES, needs
@@ -51,12 +54,22 @@ from hybridrl.rollout.engine import (
 from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine
 
-pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
+
+@pytest.fixture(autouse=True, scope="module")
+def closed_at_the_end(process_group: None) -> Iterator[None]:
+    yield
+    close_engines()
+
+
+@pytest.fixture(autouse=True)
+def given_back() -> Iterator[None]:
+    yield
+    give_back()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_greedy_equals_transformers_generate(name: str) -> None:
-    engine, model = make_engine(name), make_reference(name)
+    engine, model = lend_engine(name), reference_of(name)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=16, stop_token_ids=(STOP,))
     requests = make_requests(10, sampling)
     for request, completion in zip(requests, generate(engine, requests), strict=True):
@@ -69,8 +82,8 @@ def test_engine_greedy_equals_transformers_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_logps_are_those_of_the_distribution_sampled_from(name: str) -> None:
-    engine, model = make_engine(name), make_reference(name)
-    requests = make_requests(30, MIXED)
+    engine, model = lend_engine(name), reference_of(name)
+    requests = make_requests(15, MIXED)
     for request, completion in zip(requests, generate(engine, requests), strict=True):
         expected = expected_logps(model, request, completion)
         torch.testing.assert_close(
@@ -80,10 +93,10 @@ def test_engine_logps_are_those_of_the_distribution_sampled_from(name: str) -> N
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_response_does_not_depend_on_the_batch(name: str) -> None:
-    requests = make_requests(21, MIXED)
-    together = generate(make_engine(name, max_batch=64), requests)
-    crowded = generate(make_engine(name, max_batch=3), requests[::-1])[::-1]
-    engine = make_engine(name)
+    requests = make_requests(11, MIXED)
+    together = generate(lend_engine(name, max_batch=64), requests)
+    crowded = generate(lend_engine(name, max_batch=3), requests[::-1])[::-1]
+    engine = lend_engine(name)
     alone = [generate(engine, [request])[0] for request in requests]
     assert {len(c.tokens) for c in together} != {1}
     for one, two, three in zip(together, crowded, alone, strict=True):
@@ -100,7 +113,7 @@ def test_engine_response_does_not_depend_on_the_batch(name: str) -> None:
     ],
 )
 def test_engine_has_the_traits_of_the_registry(registered: str, name: str) -> None:
-    traits, engine = registry.ENGINES[registered], make_engine(name)
+    traits, engine = registry.ENGINES[registered], lend_engine(name)
     assert traits.builder.partition(":")[0] == type(engine).__module__
     assert isinstance(engine, ComputingEngine) == traits.computes
     is_fused = any(region.local != region.hf for region in engine.layout().regions)
@@ -113,12 +126,12 @@ def test_engine_seed_decides_the_sample(name: str) -> None:
     sampling = SamplingParams(max_new_tokens=12)
     same = [Request(i, (5, 6, 7), 42, sampling) for i in range(3)]
     other = [Request(10 + i, (5, 6, 7), i, sampling) for i in range(20)]
-    done = generate(make_engine(name, max_batch=32), same + other)
+    done = generate(lend_engine(name, max_batch=64), same + other)
     assert len({c.tokens for c in done[:3]}) == 1
     assert len({c.tokens for c in done[3:]}) == 20
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", *FUSED[:: len(HF_MODELS)]])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -129,7 +142,7 @@ def test_engine_seed_decides_the_sample(name: str) -> None:
 def test_engine_sampling_frequencies_match_probabilities(
     name: str, sampling: SamplingParams
 ) -> None:
-    engine, model = make_engine(name, max_batch=4096), make_reference(name)
+    engine, model = lend_engine(name, max_batch=4096), reference_of(name)
     requests = [Request(i, (4, 9), request_seed(1, 2, i), sampling) for i in range(4000)]
     done = generate(engine, requests)
     counts = np.bincount([c.tokens[0] for c in done], minlength=VOCAB)
@@ -149,7 +162,7 @@ def test_engine_sampling_frequencies_match_probabilities(
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_stops_at_a_stop_token_or_at_the_limit(name: str) -> None:
     sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(STOP, 2, 3))
-    done = generate(make_engine(name, max_batch=64), make_requests(64, sampling))
+    done = generate(lend_engine(name, max_batch=64), make_requests(64, sampling))
     assert {c.finish_reason for c in done} == {"stop", "length"}
     for completion in done:
         assert not set(completion.tokens[:-1]) & {STOP, 2, 3}
@@ -161,8 +174,8 @@ def test_engine_stops_at_a_stop_token_or_at_the_limit(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_takes_requests_while_others_run(name: str) -> None:
     requests = make_requests(15, MIXED)
-    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
-    engine = make_engine(name, max_batch=4)
+    expected = {c.request_id: c for c in generate(lend_engine(name), requests)}
+    engine = lend_engine(name, max_batch=4)
     found: list[Completion] = []
     for start in range(0, 15, 5):
         engine.submit(requests[start : start + 5])
@@ -186,8 +199,8 @@ def test_engine_takes_requests_while_others_run(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_that_was_cleared_takes_the_same_requests_anew(name: str) -> None:
     requests = make_requests(9, MIXED)
-    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
-    engine = make_engine(name, max_batch=4)
+    expected = {c.request_id: c for c in generate(lend_engine(name), requests)}
+    engine = lend_engine(name, max_batch=4)
     engine.submit(requests)
     for _ in range(4):
         engine.step()
@@ -200,8 +213,8 @@ def test_engine_that_was_cleared_takes_the_same_requests_anew(name: str) -> None
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
     requests = make_requests(9, MIXED)
-    expected = {c.request_id: c for c in generate(make_engine(name), requests)}
-    first = make_engine(name, max_batch=4, version=7)
+    expected = {c.request_id: c for c in generate(lend_engine(name), requests)}
+    first = lend_engine(name, max_batch=4, version=7)
     first.submit(requests)
     for _ in range(4):
         first.step()
@@ -209,7 +222,7 @@ def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
     pending = [Request.from_dict(fields) for fields in saved]
     assert pending == first.pending()
     assert {bool(r.tokens) for r in pending} == {True, False}
-    second = make_engine(name, max_batch=3, version=8)
+    second = lend_engine(name, max_batch=3, version=8)
     continued = generate(second, pending)
     done = {c.request_id: c for c in [*first.collect(), *continued]}
     assert done.keys() == expected.keys()
@@ -225,14 +238,14 @@ def test_engine_pending_requests_continue_in_another_engine(name: str) -> None:
 def test_engine_leaves_the_global_generators_alone(name: str) -> None:
     torch.manual_seed(5)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    generate(make_engine(name), make_requests(6, MIXED))
+    generate(lend_engine(name), make_requests(6, MIXED))
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_generates_with_the_weights_written_last(name: str) -> None:
-    engine, model = make_engine(name), make_reference(name, seed=1)
+    engine, model = lend_engine(name), reference_of(name, seed=1)
     request = Request(0, (3, 4, 5), 0, SamplingParams(temperature=0.0, max_new_tokens=12))
     before = generate(engine, [request])[0]
     write_weights(engine, model, version=1)
@@ -246,7 +259,7 @@ def test_engine_generates_with_the_weights_written_last(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_engine_update_in_the_middle_keeps_tokens_and_drops_the_cache(name: str) -> None:
-    engine, model = make_engine(name), make_reference(name, seed=1)
+    engine, model = lend_engine(name), reference_of(name, seed=1)
     requests = make_requests(5, SamplingParams(temperature=0.0, max_new_tokens=12))
     engine.submit(requests)
     for _ in range(3):
@@ -276,7 +289,7 @@ def test_engine_refuses_to_generate_without_complete_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_layout_describes_its_tensors(name: str) -> None:
-    engine = make_engine(name)
+    engine = lend_engine(name)
     tensors, layout = engine.tensors(), engine.layout()
     assert dict(layout.shapes) == {n: tuple(t.shape) for n, t in tensors.items()}
     assert ("lm_head.weight" in tensors) == ("tied" not in name)
@@ -292,7 +305,7 @@ def test_engine_layout_describes_its_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_refuses_an_id_held_already(name: str) -> None:
-    engine = make_engine(name)
+    engine = lend_engine(name)
     requests = make_requests(2, SamplingParams())
     engine.submit(requests[:1])
     with pytest.raises(ValueError, match="100 is already in use"):
@@ -303,14 +316,14 @@ def test_engine_refuses_an_id_held_already(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_generate_returns_request_order(name: str) -> None:
     requests = make_requests(12, MIXED)[::-1]
-    done = generate(make_engine(name), requests)
+    done = generate(lend_engine(name), requests)
     assert [c.request_id for c in done] == [r.request_id for r in requests]
-    assert generate(make_engine(name), []) == []
+    assert generate(lend_engine(name), []) == []
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_generate_needs_an_idle_engine(name: str) -> None:
-    engine = make_engine(name)
+    engine = lend_engine(name)
     requests = make_requests(2, SamplingParams(max_new_tokens=3))
     engine.submit(requests[:1])
     with pytest.raises(RuntimeError, match="idle engine"):
@@ -394,17 +407,17 @@ def test_hf_engine_takes_longrope_whose_factors_are_settled() -> None:
 def test_hf_engine_needs_no_key_that_changes_no_number() -> None:
     odd = {"pad_token_id": 999, "return_dict": False, "id2label": 3, "dtype": "bfloat16"}
     engine = HfEngine({**HF_MODELS["qwen3"], **odd})
-    write_weights(engine, make_reference("qwen3"), 0)
+    write_weights(engine, reference_of("qwen3"), 0)
     requests = make_requests(3, MIXED)
-    assert generate(engine, requests) == generate(make_engine("qwen3"), requests)
+    assert generate(engine, requests) == generate(lend_engine("qwen3"), requests)
 
 
 def test_hf_engine_reads_a_model_directory(tmp_path: Any) -> None:
-    make_reference("qwen3").config.save_pretrained(tmp_path)
+    reference_of("qwen3").config.save_pretrained(tmp_path)
     engine = HfEngine(tmp_path)
-    write_weights(engine, make_reference("qwen3"), 0)
+    write_weights(engine, reference_of("qwen3"), 0)
     requests = make_requests(3, MIXED)
-    assert generate(engine, requests) == generate(make_engine("qwen3"), requests)
+    assert generate(engine, requests) == generate(lend_engine("qwen3"), requests)
 
 
 def test_scripted_engine_returns_what_the_script_says() -> None:

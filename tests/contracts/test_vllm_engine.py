@@ -27,6 +27,7 @@ from engine_cases import (
 )
 from packaged import needs
 from scheduler_cases import Kind, compare_schedulers
+from some_cases import some
 
 from hybridrl.errors import UserError
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, TokenTexts, generate
@@ -44,7 +45,7 @@ def long_request(request_id: int, sampling: SamplingParams) -> Request:
     return Request(request_id, tuple(rng.integers(2, VOCAB, 100).tolist()), 5, sampling)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 1))
 def test_vllm_engine_shares_long_prompts_and_forgets_them_after_an_update(name: str) -> None:
     engine, sampling = make_engine(name), SamplingParams(temperature=0.0, max_new_tokens=40)
     cached: list[int] = []
