@@ -69,7 +69,7 @@ def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder
 @pytest.mark.dist
 def test_bench_rollout_ends_with_the_code_of_an_engine_that_fails(folder: Path) -> None:
     """A module that only ranks cannot import: one message, and no further engine is measured."""
-    code = "import os\n\nreward = len\nassert 'RANK' not in os.environ\n"
+    code = "import os\n\nreward = lambda *_: 0.0\nassert 'RANK' not in os.environ\n"
     (folder / "broken.py").write_text(code)
     knobs = ["reward.function=broken:reward", "reward.extract=null"]
     refuse(folder, [*BENCH, *GRPO, *knobs], "reward.function", "AssertionError")
