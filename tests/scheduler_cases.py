@@ -104,7 +104,7 @@ class Player:
         found_all = {name: (self.ours.logp(name), *each) for name, each in taken.items()}
         self.counts["tokens"] += len(found_all)
         for step in self.ours.take_steps():
-            for name, token, logp in zip(*step, strict=True):
+            for name, token, logp in zip(step.names, step.tokens, step.logps, strict=True):
                 assert name not in found_all
                 found_all[name] = (logp, token, None)
         return found_all
