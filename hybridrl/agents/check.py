@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 from hybridrl.agents.command import Bubblewrap
 from hybridrl.agents.own_environment import OwnEnvironment
 from hybridrl.agents.samples import PICKERS, Picker
 from hybridrl.config.agent import AgentConfig
-from hybridrl.config.own_code import found_callable
+from hybridrl.config.own_code import check_options, found_callable
 from hybridrl.errors import MISSING, UserError
 
 
@@ -63,7 +60,8 @@ def _checked_function(agent: AgentConfig) -> None:
         return
     if agent.python is None:
         found = found_callable(agent.function, "agent.function", "package.module:function")
-        _check_options(found, agent)
+        after = ", without the task"
+        check_options(found, agent.function, "agent.function", agent.options, [None], after)
         return
     environment = OwnEnvironment(agent.python)
     if shutil.which(environment.python) is None:
@@ -75,20 +73,6 @@ def _checked_function(agent: AgentConfig) -> None:
         environment.close()
     if wrong is not None:
         raise UserError("agent.function", agent.function, "package.module:function", wrong)
-
-
-def _check_options(function: Callable[..., Any], agent: AgentConfig) -> None:
-    try:
-        inspect.signature(function).bind(None, **agent.options)  # None stands for the task
-    except TypeError as error:
-        raise UserError(
-            "agent.options",
-            dict(agent.options),
-            f"options that fit {agent.function}{inspect.signature(function)}, without the task",
-            f"Change the options: {error}.",
-        ) from error
-    except ValueError:  # Python cannot determine the function's signature
-        pass
 
 
 def _checked_sandbox(agent: AgentConfig) -> None:

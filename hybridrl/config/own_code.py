@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,37 @@ def found_callable(path: str, key: str, allowed: str) -> Callable[..., Any]:
         raise UserError(key, path, allowed, remedy)
     checked: Callable[..., Any] = found
     return checked
+
+
+def check_options(
+    function: Callable[..., Any],
+    name: str,
+    key: str,
+    options: Mapping[str, Any],
+    given: Sequence[object] = (),
+    after: str = "",
+) -> None:
+    """Checks that a user's function or class takes the arguments `given`, and then the options.
+
+    Args:
+        key: Knob that names the function, such as `reward.function`; its section has `options`.
+        after: Text about `given` for the error message, which follows the signature.
+
+    Raises UserError with the section's options or, if there are none, with `key`.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Python cannot determine it
+        return
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        section = key.partition(".")[0]
+        allowed = f"options that fit {name}{signature}{after}"
+        remedy = f"Change the function or its options: {error}."
+        if not options:
+            raise UserError(key, name, allowed, remedy) from None
+        raise UserError(f"{section}.options", dict(options), allowed, remedy) from None
 
 
 @contextmanager

@@ -6,14 +6,13 @@ that may hang) or "here" (in the rank's own process).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.config.own_code import found_callable
+from hybridrl.config.own_code import check_options, found_callable
 from hybridrl.environments.base import Environment
 from hybridrl.environments.calculator import Calculator
 from hybridrl.environments.tools import ToolEnvironment
@@ -27,19 +26,9 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Returns a function that creates the environment. Raises UserError if it is unusable."""
-    factory, options = _class_of(config), dict(config.options)
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        raise UserError(
-            "environment.options",
-            options,
-            f"options {inspect.signature(factory)} for environment {config.name}",
-            f"Change the options: {error}.",
-        ) from error
-    except ValueError:  # Python cannot determine the class's signature
-        pass
-    return partial(factory, **options)
+    factory = _class_of(config)
+    check_options(factory, str(config.name), "environment.name", config.options)
+    return partial(factory, **config.options)
 
 
 def check_environment(config: EnvironmentConfig) -> list[UserError]:

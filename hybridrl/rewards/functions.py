@@ -21,7 +21,7 @@ from typing import Any
 
 from hybridrl.config.agent import REWARD as REPORTED
 from hybridrl.config.environment import REWARD as TURNS
-from hybridrl.config.own_code import found_callable, imported
+from hybridrl.config.own_code import check_options, found_callable, imported
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.errors import MISSING, UserError
 from hybridrl.rewards.answers import Choice, ExactMatch, Gsm8k, Math
@@ -117,7 +117,9 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
         raise UserError("reward.function", name, allowed, remedy)
     found: RewardFunction = found_callable(name, "reward.function", allowed)
-    _check_call(name, found, config.options)
+    after = ", after prompt, response and columns"
+    given: list[object] = ["prompt", "response", {}]
+    check_options(found, name, "reward.function", config.options, given, after)
     if config.options:
         found = functools.wraps(found)(functools.partial(found, **config.options))
     _check_run(config, found)
@@ -197,22 +199,6 @@ def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
                 + ("" if knob == "extract" else f", which is called {places[place]}"),
                 "Remove it." if knob == "extract" else remedies.get(place, "Remove it."),
             )
-
-
-def _check_call(name: str, function: RewardFunction, options: Mapping[str, Any]) -> None:
-    """Checks that a user's function takes prompt, response and columns, and then the options."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # Python cannot determine it
-        return
-    try:
-        signature.bind("prompt", "response", {}, **options)
-    except TypeError as error:
-        key, value = ("reward.options", dict(options)) if options else ("reward.function", name)
-        allowed = f"options that fit {name}{signature}, after prompt, response and columns"
-        raise UserError(
-            key, value, allowed, f"Change the function or its options: {error}."
-        ) from None
 
 
 def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any]) -> None:
