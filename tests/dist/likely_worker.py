@@ -68,7 +68,7 @@ def with_sets(batch: TrainBatch, sets: Sets) -> TrainBatch:
 
 
 def objective(output, micro):
-    """A loss of all statistics, with a weight of its own at every position."""
+    """A loss of all statistics, with a different weight at every position."""
     weight = (micro.positions_S % 5 - 1.5).to(output.logp_S.dtype) * micro.loss_mask_S
     logp_SK = torch.cat((output.logp_S[:, None], output.chosen_logp_SK), 1)
     mean_S = mean_score(logp_SK, micro.model_inputs[LIKELY_LOGPS].value, WEIGHTED)

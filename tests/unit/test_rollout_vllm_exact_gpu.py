@@ -1,4 +1,4 @@
-"""What vLLM's attention kernel is told in exact mode on GPUs: the same by engine and trainer."""
+"""Exact mode on GPUs: engine and trainer give vLLM's attention kernel the same lengths."""
 
 from __future__ import annotations
 

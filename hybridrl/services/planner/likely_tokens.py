@@ -8,7 +8,7 @@ from hybridrl.config.rules_sampling import num_likely
 from hybridrl.config.schema import Config
 from hybridrl.contracts.likely_tokens import ENTRY_BYTES
 
-# Of a likely token in training: three int64 indices, and six fp32 values from logits to gradients.
+# Bytes of a likely token in training: three int64 indices, and six fp32 values from logits on.
 TRAIN_BYTES = 3 * 8 + 6 * 4
 
 
