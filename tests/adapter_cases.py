@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hybridrl.config.wrapped_models import text_name
@@ -24,6 +23,8 @@ PREFIX = "base_model.model."
 
 def with_adapter(model: torch.nn.Module, lora: Lora, targets: list[str], seed: int) -> Any:
     """Returns PEFT's model with a random adapter; wraps `model` in place."""
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -111,6 +112,8 @@ def with_layers(
     PEFT 0.21 replaces the names of a mixture's projections by stacked experts. It then leaves out
     dense and shared layers of the same names, so it is kept from doing so.
     """
+    from peft import LoraConfig, get_peft_model
+
     if experts:
         options |= {
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],

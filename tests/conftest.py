@@ -32,10 +32,14 @@ if os.environ.get(fork_starts.COLD) != "1":
     gloo_thread.share()
 
 
+gc.disable()  # imports leave little garbage, and each round would look at all of them
+
+
 def pytest_collection_finish() -> None:
     """Takes what all tests have imported out of the garbage collector's rounds."""
     gc.collect()
     kept_heap.keep()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -8,58 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    OlmoConfig,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    OlmoForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers as hf
 
 from hybridrl.models.hf.stored_slices import StoredSlice, stored_name
 
@@ -292,44 +241,46 @@ def tiny_model(
     """
     sizes = SIZES | WIDE if wide else SIZES
     if name == "llama":
-        config = LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
-        model = LlamaForCausalLM(config)
+        config = hf.LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
+        model = hf.LlamaForCausalLM(config)
     elif name == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=False))
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, tie_word_embeddings=False))
     elif name == "windowed":
         windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, **windows))
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **windows))
     elif name == "qwen3":
         head_dim = 64 if wide else 24
         own = {"head_dim": head_dim, "rope_parameters": YARN_16, "tie_word_embeddings": False}
-        model = Qwen3ForCausalLM(Qwen3Config(**(sizes | own)))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**(sizes | own)))
     elif name == "qwen3_moe":
         own = {"head_dim": 64 if wide else 24, "moe_intermediate_size": 32}
         own["mlp_only_layers"] = list(dense_layers)
-        config = Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
-        model = Qwen3MoeForCausalLM(config)
+        config = hf.Qwen3MoeConfig(**sizes, **EXPERTS, **own, norm_topk_prob=True)
+        model = hf.Qwen3MoeForCausalLM(config)
     elif name == "qwen2_moe":
         own = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
         own["mlp_only_layers"] = list(dense_layers)
         own |= {"num_experts": 8, "num_experts_per_tok": 2}
-        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **own))
+        model = hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**sizes, **own))
     elif name == "olmoe":
-        model = OlmoeForCausalLM(OlmoeConfig(**sizes, **EXPERTS))
+        model = hf.OlmoeForCausalLM(hf.OlmoeConfig(**sizes, **EXPERTS))
     elif name == "glm4_moe":
         own = GLM4_MOE | {"head_dim": 64 if wide else 24}
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **own))
+        model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**sizes, **own))
     elif name == "deepseek_v3":
         own = LATENT | WIDE_LATENT if wide else LATENT
-        model = DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | own)))
+        model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**(sizes | own)))
     elif name == "mistral":
         own = {"head_dim": 64 if wide else 24, "sliding_window": 7}
-        model = MistralForCausalLM(MistralConfig(**sizes, **own))
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **own))
     elif name == "smollm3":
-        model = SmolLM3ForCausalLM(SmolLM3Config(**sizes, no_rope_layers=[1, 0, 1, 0]))
+        model = hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**sizes, no_rope_layers=[1, 0, 1, 0]))
     elif name == "granite":
-        model = GraniteForCausalLM(GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True))
+        model = hf.GraniteForCausalLM(
+            hf.GraniteConfig(**sizes, **GRANITE, tie_word_embeddings=True)
+        )
     elif name == "phi3":
-        model = Phi3ForCausalLM(Phi3Config(**sizes, sliding_window=9))
+        model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, sliding_window=9))
     elif name in ("phi35", "phi4mini"):
         pairs = (32 if wide else 16) // 2
         own = {"sliding_window": 262144, "original_max_position_embeddings": 16}
@@ -337,29 +288,29 @@ def tiny_model(
             pairs = pairs * 3 // 4
             own |= {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
             own["original_max_position_embeddings"] = 128
-        model = Phi3ForCausalLM(Phi3Config(**sizes, **own, rope_parameters=longrope(pairs)))
+        model = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **own, rope_parameters=longrope(pairs)))
     elif name == "olmo2":
-        model = Olmo2ForCausalLM(Olmo2Config(**sizes))
+        model = hf.Olmo2ForCausalLM(hf.Olmo2Config(**sizes))
     elif name == "glm4":
         own = {"head_dim": 64 if wide else 24, "rms_norm_eps": 1e-5, "attention_bias": True}
-        model = Glm4ForCausalLM(Glm4Config(**sizes, **own))
+        model = hf.Glm4ForCausalLM(hf.Glm4Config(**sizes, **own))
     elif name == "gemma2":
         own = GEMMA | {"head_dim": 64 if wide else 24}
-        model = Gemma2ForCausalLM(Gemma2Config(**sizes, **own))
+        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, **own))
     elif name == "gemma3_text":
         own = {"head_dim": 64 if wide else 24, "rope_parameters": copy.deepcopy(TWO_ROPES)}
         own |= {"sliding_window": 7, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **own))
+        model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **own))
     elif name == "gpt_oss":
         # As wide as the model: only the numbers show whether a matrix is transposed.
         own = {"head_dim": 64 if wide else 24, "intermediate_size": sizes["hidden_size"]}
         own |= {"sliding_window": 7, "rope_parameters": dict(GPT_OSS_ROPE)}
-        model = GptOssForCausalLM(GptOssConfig(**(sizes | EXPERTS | own)))
+        model = hf.GptOssForCausalLM(hf.GptOssConfig(**(sizes | EXPERTS | own)))
     elif name in ("qwen3_5_text", "qwen3_5_halves"):
         own = copy.deepcopy(HYBRID) | (WIDE_HYBRID if wide else {})
         if name == "qwen3_5_halves":
             own["layer_types"] = ["linear_attention"] * 2 + ["full_attention"] * 2
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **own))
+        model = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**sizes, **own))
     elif name in HYBRID_EXPERTS:
         own = copy.deepcopy(HYBRID) | SHARED_EXPERT | (WIDE_HYBRID if wide else {})
         if name == "qwen3_next":
@@ -367,16 +318,16 @@ def tiny_model(
             for key in ("mrope_section", "mrope_interleaved"):
                 del own["rope_parameters"][key]
             dense = {"mlp_only_layers": list(dense_layers)}
-            model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **own, **dense))
+            model = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**sizes, **own, **dense))
         else:
-            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **own))
+            model = hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**sizes, **own))
     elif name == "qwen3_vl":
         own = copy.deepcopy(WITH_IMAGES) | {"text_config": sizes | WITH_IMAGES["text_config"]}
         if wide:
             rope = WITH_IMAGES["text_config"]["rope_parameters"] | {"mrope_section": [12, 10, 10]}
             own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**own))
+        model = hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(**own))
     elif name == "qwen3_vl_moe":
         own = copy.deepcopy(WITH_IMAGES) | {"text_config": sizes | WITH_IMAGES["text_config"]}
         own["text_config"] |= EXPERTS | {
@@ -388,18 +339,18 @@ def tiny_model(
             rope = WITH_IMAGES["text_config"]["rope_parameters"] | {"mrope_section": [12, 10, 10]}
             own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
-        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**own))
+        model = hf.Qwen3VLMoeForConditionalGeneration(hf.Qwen3VLMoeConfig(**own))
     elif name == "qwen2_5_vl":
         own = copy.deepcopy(WITH_WINDOWS) | {"text_config": sizes | WITH_WINDOWS["text_config"]}
         if wide:
             rope = WITH_WINDOWS["text_config"]["rope_parameters"] | {"mrope_section": [4, 6, 6]}
             own["text_config"] |= {"rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**own))
+        model = hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(**own))
     elif name == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS))
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **EXPERTS))
     else:
-        model = OlmoForCausalLM(OlmoConfig(**sizes, tie_word_embeddings=False))
+        model = hf.OlmoForCausalLM(hf.OlmoConfig(**sizes, tie_word_embeddings=False))
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

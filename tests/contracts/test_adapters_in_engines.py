@@ -34,7 +34,6 @@ from engine_cases import (
     start_packaged,
 )
 from packaged import CLASSES, needs
-from peft import PeftModel
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, ModelError, UserError
@@ -335,6 +334,8 @@ def test_engine_refuses_slots_of_another_shape(engine_name: str, monkeypatch) ->
 def test_an_exported_directory_generates_in_peft_and_in_vllm_alone_what_the_engine_generates(
     engine_name: str, tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     lora, name = Lora(8, 12.0, rslora=True), name_of(engine_name, QWEN2)
     family, targets = family_of(name, lora)
     peft = with_adapter(make_reference(name), lora, targets, seed=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from importlib.util import find_spec
 from typing import Any
 
 import engine_cases
@@ -23,13 +24,17 @@ from hybridrl.agents.samples import Budgets, Row
 from hybridrl.agents.sessions import Session, Sessions
 from hybridrl.rollout.engine import Request, SamplingParams, request_seed
 
-openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
+pytestmark = [
+    pytest.mark.usefixtures("process_group", "closed_engines"),
+    pytest.mark.skipif(find_spec("openai") is None, reason="needs openai"),
+]
 NUM_SESSIONS, NUM_TURNS, NUM_NEW, UPDATE_AT = 5, 3, 24, 30
 
 
 async def talk(url: str, session: Session) -> None:
     """Asks questions; before the last one, drops the first question and its answer."""
+    import openai
+
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=session.token)
     messages: list[Any] = []
     for turn in range(NUM_TURNS):

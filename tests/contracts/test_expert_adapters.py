@@ -10,7 +10,6 @@ import pytest
 import torch
 from adapter_cases import canonical, with_layers, write_tensors
 from engine_cases import LOGP_TOLERANCE, expected_logps, make_requests
-from peft import PeftModel
 from tiny_models import WITH_EXPERTS, tiny_model
 from torch import Tensor
 
@@ -72,6 +71,8 @@ def oracle(model: Any, family: Family, shape: ModelShape, tensors: dict[str, Ten
 @pytest.mark.parametrize("name", ONLY_EXPERTS)
 def test_peft_computes_the_same_with_the_written_directory(name: str, tmp_path: Path) -> None:
     """PEFT stacks the tensors of the experts when it loads them; hybridrl reads them again."""
+    from peft import PeftModel
+
     models = [tiny_model(name, **ONLY_EXPERTS[name]).eval() for _ in range(2)]
     _, family, shape = family_of(models[0], LORA)
     tensors, base = drawn(family, shape), BaseReference("b", None, None, "0" * 64)
@@ -95,6 +96,8 @@ def test_peft_loads_no_adapters_of_experts_that_it_does_not_stack(
     name: str, tmp_path: Path
 ) -> None:
     """Exports say so, because PEFT does not."""
+    from peft import PeftModel
+
     model = tiny_model(name)
     model.config.save_pretrained(tmp_path)
     config = read_config(tmp_path)

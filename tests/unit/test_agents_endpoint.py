@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 import venv
 from collections.abc import Iterator
+from importlib.util import find_spec
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from hybridrl.agents.samples import Budgets, pick_last, pick_longest
 from hybridrl.agents.token_form import TokenForm
 from hybridrl.errors import UserError
 
-openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.skipif(find_spec("openai") is None, reason="needs openai")
 TESTS = Path(__file__).parents[1]
 NUM_ROWS = {"tools": 2, "subagents": 2, "compaction": 2, "changed_tools": 2, "abort": 1}
 
@@ -124,6 +125,8 @@ def test_programs_with_other_sdks(
 
 
 def test_a_turn_without_a_client_is_aborted_and_a_closed_session_aborts_its_turns() -> None:
+    import openai
+
     with Served(grace_s=0.1) as served:
         session = served.sessions.open(0)
         PROGRAMS["abort"](APIS["chat"], served.endpoint.url, session.token)
@@ -191,6 +194,8 @@ def test_a_stream_without_a_client_is_aborted_and_closing_waits_for_no_turn() ->
 
 
 async def _close_while_asking(served: Served, session: Any, client: Any) -> None:
+    import openai
+
     asking = asyncio.to_thread(client.chat.completions.create, **chat("endless"))
     task = asyncio.create_task(asking)
     await asyncio.sleep(0.3)
@@ -305,6 +310,8 @@ def test_values_without_effect_are_accepted_and_serving_allows_other_temperature
 
 
 def test_budgets_are_errors_that_sdks_do_not_retry(served: Served) -> None:
+    import openai
+
     session = served.sessions.open(0, budgets=Budgets(max_turns=1))
     client = openai.OpenAI(base_url=f"{served.endpoint.url}/v1", api_key=session.token)
     client.chat.completions.create(**chat("Hello"))
@@ -373,6 +380,8 @@ def test_a_model_without_a_chat_template_answers_token_ids_only() -> None:
 
 
 def test_tokens_are_counted_and_models_listed(served: Served) -> None:
+    import openai
+
     session = served.sessions.open(0)
     body = {"messages": [{"role": "user", "content": "Hello"}], "system": "Be brief."}
     schema = TOOL["function"]["parameters"]

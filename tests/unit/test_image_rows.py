@@ -6,7 +6,9 @@ import base64
 import io
 import json
 import random
+import struct
 import threading
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,11 +231,12 @@ _TARGET = io.BytesIO()
 PICTURE.save(_TARGET, "PNG", exif=b"Exif\0\0II*\0\x08")
 DAMAGED_EXIF = _TARGET.getvalue()
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
-HUGE = io.BytesIO()  # 67 million pixels, in a small file
-Image.new("1", (9000, 9000)).save(HUGE, "PNG")
+# A small file whose header says 81 million pixels: it is refused before anything is decoded.
+_HEADER = b"IHDR" + struct.pack(">II", 9000, 9000) + PNG[24:29]
+HUGE = PNG[:12] + _HEADER + struct.pack(">I", zlib.crc32(_HEADER)) + PNG[33:]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many pixels": (
-        {"images": [HUGE.getvalue()], "prompt": "what"},
+        {"images": [HUGE], "prompt": "what"},
         "9000 x 9000 pixels; allowed|too large to decode",
     ),
     "a folder": ({"images": ["/tmp"], "prompt": "what"}, "which is no file in"),

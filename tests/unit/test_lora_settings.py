@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -66,6 +65,8 @@ def test_written_directory_is_accepted(peft: Path) -> None:
 
 def test_adapters_of_models_with_images_are_those_of_the_decoder(tmp_path: Path) -> None:
     """PEFT reads the directory; the tower, whose layers have the same names, has no adapters."""
+    from peft import PeftModel
+
     model = tiny_model("qwen2_5_vl", seed=0)
     model.config.save_pretrained(tmp_path)
     family, shape = read_model(None, read_config(tmp_path))

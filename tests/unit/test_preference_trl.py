@@ -21,13 +21,6 @@ from hybridrl.algorithms.preference import feedback_metrics, response_sums
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
 from hybridrl.contracts.batch import UNRELATED, TrainBatch
 
-pytest.importorskip("trl")
-
-from trl.experimental.cpo import CPOTrainer  # noqa: E402
-from trl.experimental.orpo import ORPOTrainer  # noqa: E402
-from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
-from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
-
 NUM_BATCHES = 200
 TOLERANCE = 1e-6  # float32 advantages and parts of the loss
 
@@ -90,6 +83,8 @@ def trl_dpo(loss_type: str, beta: float) -> Callable[[Tensor, TrainBatch], Tenso
         inputs, model = inputs_and_model(logp_BL, batch)
         better, worse = response_sums(batch.reference_logp_T, batch).chunk(2)
         inputs |= {"ref_chosen_logps": better, "ref_rejected_logps": worse}
+        from trl.trainer.dpo_trainer import DPOTrainer
+
         return DPOTrainer._compute_loss(trainer, model, inputs, False)
 
     return loss
@@ -104,6 +99,8 @@ def trl_cpo(loss_type: str, by_length: bool, uses_reference: bool, **knobs: floa
             score_B = score_B - response_sums(batch.reference_logp_T, batch)
         if by_length:
             score_B = score_B / batch.response_lengths_B
+        from trl.experimental.cpo import CPOTrainer
+
         return CPOTrainer.cpo_loss(trainer, *score_B.chunk(2))[0].mean()
 
     return loss
@@ -111,12 +108,16 @@ def trl_cpo(loss_type: str, by_length: bool, uses_reference: bool, **knobs: floa
 
 def trl_orpo(logp_BL: Tensor, batch: TrainBatch) -> Tensor:
     """With the likelihood of responses alone: TRL's is over prompts too, and of all tokens."""
+    from trl.experimental.orpo import ORPOTrainer
+
     mean_B = logp_BL.sum(1) / batch.response_lengths_B
     ratios = ORPOTrainer.odds_ratio_loss(with_knobs(beta=0.1), *mean_B.chunk(2))[0]
     return -mean_B.chunk(2)[0].mean() - ratios.mean()
 
 
 def trl_kto(logp_BL: Tensor, batch: TrainBatch) -> Tensor:
+    from trl.trainer.kto_trainer import KTOTrainer
+
     is_unrelated_B = batch.reward_parts[UNRELATED] > 0
     logp_B, reference_B = logp_BL.sum(1), response_sums(batch.reference_logp_T, batch)
     trainer = with_knobs(
@@ -161,6 +162,7 @@ CASES: dict[str, tuple[AlgorithmConfig, Callable[[Tensor, TrainBatch], Tensor], 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_trls(case: str) -> None:
+    pytest.importorskip("trl")
     config, theirs, tolerance = CASES[case]
     algorithm = make_algorithm(config)
     for seed in range(NUM_BATCHES):
