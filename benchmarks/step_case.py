@@ -82,6 +82,7 @@ class Case(CaseRecord):
             reward=checksum_reward,
             tokenizer=tokenizer,
         )
+        self.config = trainer.config  # with all that the run has chosen for itself
         self.clock = Clock(trainer.platform.device, trainer.world.gather_objects)
         self.memory.mark("trainer and engine made")
         self.save("trainer and engine made")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
 WIDTH = 480
+LONGEST = 110  # steps of the runs that the picture of exact mode shows
 STYLE = """
 svg { --ground: #ffffff; --ink: #1d2433; --soft: #5a6478; --line: #aab3c5; --a: #dfe7fd; --b: #fde3cf; --c: #d5f0dd;
   --d: #eadcf8; --strong: #3f51b5; }
@@ -271,25 +273,51 @@ def images() -> None:
     d = Drawing("Held-out accuracy of the example with pictures, with rewards only, two seeds", 270)
     d.text(16, 26, "Accuracy on 512 held-out pictures, with rewards only", "head")
     d.text(16, 44, "Two seeds; before step 0: at most 18 steps with demonstrations", "soft")
+    curves = [
+        (color, run["grpo"]["accuracy_by_step"])
+        for color, run in zip(("strong", "ink"), runs.values(), strict=True)
+    ]
+    accuracies(d, curves, 260, "step of 128 prompts x 8 answers")
+    d.save("images")
+
+
+def exact() -> None:
+    """Draws the accuracy of SmolLM2 over the steps in exact mode and in close mode."""
+    runs = json.loads((RESULTS / "exact_h200.json").read_text(encoding="utf-8"))["learning"]
+    d = Drawing("Held-out accuracy of SmolLM2 on word sums, in exact and in close mode", 270)
+    d.text(16, 26, "Accuracy on 256 held-out word sums", "head")
+    d.text(16, 44, "Blue: numerics.match=exact, three seeds; the others: close, two seeds", "soft")
+    curves = [
+        ("strong" if "exact" in name else "ink", run["accuracy_by_step"])
+        for name, run in runs.items()
+        if run["steps"] == LONGEST
+    ]
+    accuracies(d, curves, LONGEST, "step of 64 prompts x 8 answers")
+    d.save("exact")
+
+
+def accuracies(
+    d: Drawing, curves: Sequence[tuple[str, Mapping[str, float]]], last_step: int, label: str
+) -> None:
+    """Draws a chart of accuracies by step, one curve of a color for each run."""
     left, width, bottom, height = 48, 400, 226, 160
     for accuracy in (0, 0.25, 0.5, 0.75, 1):
         y = bottom - height * accuracy
         d.curve("line", (left, y), (left + width, y))
         d.text(left - 8, y + 4, f"{accuracy:g}", "soft", "end")
-    for step in range(0, 261, 52):
-        d.text(left + width * step / 260, bottom + 20, str(step), "soft", "middle")
-    d.text(left + width / 2, bottom + 36, "step of 128 prompts x 8 answers", "soft", "middle")
-    for color, run in zip(("strong", "ink"), runs.values(), strict=True):
-        found = run["grpo"]["accuracy_by_step"].items()
-        d.curve(
-            color, *((left + width * int(step) / 260, bottom - height * a) for step, a in found)
+    for step in range(0, last_step + 1, last_step // 5):
+        d.text(left + width * step / last_step, bottom + 20, str(step), "soft", "middle")
+    d.text(left + width / 2, bottom + 36, label, "soft", "middle")
+    for color, found in curves:
+        points = (
+            (left + width * int(n) / last_step, bottom - height * a) for n, a in found.items()
         )
-    d.save("images")
+        d.curve(color, *points)
 
 
 def main() -> None:
     """Draws all of them."""
-    for draw in (design, results, layouts, reshard, phases, lag, router_replay, images):
+    for draw in (design, results, layouts, reshard, phases, lag, router_replay, images, exact):
         draw()
 
 

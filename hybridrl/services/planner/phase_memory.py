@@ -433,7 +433,8 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     and sequence parallelism shard all of these. A mixture of experts stores the feed-forward values
     for each of a token's experts, and the inputs and outputs that ranks exchange. A recurrent
     module's values replace attention's. Tokens count as evenly distributed over experts, and all
-    layers as mixtures. In a frozen model, only one layer's values are in memory at a time.
+    layers as mixtures. In a frozen model, only one layer's values are in memory at a time. Without
+    pipeline parallelism, layers below the first trained one store nothing.
 
     The last stage also stores a trained layer for multi-token prediction, never recomputed: a layer
     with attention, its two inputs before and after their norms joined (5 hidden sizes), and the
@@ -464,15 +465,18 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
     per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
     layers, stages = -(-shape.num_layers // layout.pp), layout.pp
+    stored = layers
+    if stages == 1:  # no backward pass reaches the layers below the first trained one
+        stored = max(1, round(layers * model.backward.attention))
     whole = micro.positions * per_token + key_rows * key_size  # elements that one layer stores
     if not model.is_trained:
         kept, stages = whole, 1
     elif config.train.recompute == "full":  # each layer stores its input, one all activations
         kept = micro.positions * shape.hidden_size * layers + whole
     elif config.train.recompute == "selective":  # feed-forward products are recomputed
-        kept = (whole - micro.positions * product) * layers
+        kept = (whole - micro.positions * product) * stored
     else:
-        kept = whole * layers
+        kept = whole * stored
     if model.head == "lm":
         logits = micro.positions * shape.padded_vocab(layout.tp) // parts
         scratch = max(scratch, min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES))
