@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 import sys
 import threading
+import zlib
 from typing import Any
 
 TOOL = {
@@ -29,11 +32,15 @@ class ChatApi:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, **options)
         self.messages: list[Any] = [{"role": "system", "content": "Be brief."}]
 
-    def user(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+    def user(self, content: Any) -> None:
+        self.messages.append({"role": "user", "content": content})
 
-    def result(self, call_id: str, text: str) -> None:
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    def result(self, call_id: str, content: Any) -> None:
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def picture(self, file: bytes, text: str) -> list[Any]:
+        image = {"type": "image_url", "image_url": {"url": uri(file), "detail": "low"}}
+        return [image, {"type": "text", "text": text}]
 
     def ask(self, tools: bool = True, stream: bool = False, **options: Any) -> dict[str, Any]:
         """Returns text and calls of the next turn, and appends it to the messages."""
@@ -85,12 +92,16 @@ class ResponsesApi:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=token, **options)
         self.messages: list[Any] = []
 
-    def user(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+    def user(self, content: Any) -> None:
+        self.messages.append({"role": "user", "content": content})
 
-    def result(self, call_id: str, text: str) -> None:
-        item = {"type": "function_call_output", "call_id": call_id, "output": text}
+    def result(self, call_id: str, content: Any) -> None:
+        item = {"type": "function_call_output", "call_id": call_id, "output": content}
         self.messages.append(item)
+
+    def picture(self, file: bytes, text: str) -> list[Any]:
+        image = {"type": "input_image", "image_url": uri(file), "detail": "low"}
+        return [image, {"type": "input_text", "text": text}]
 
     def ask(self, tools: bool = True, stream: bool = False, **options: Any) -> dict[str, Any]:
         """Returns text and calls of the next turn, and appends its items to the input."""
@@ -126,11 +137,18 @@ class MessagesApi:
         self.client = anthropic.Anthropic(base_url=url, auth_token=token, **options)
         self.messages: list[Any] = []
 
-    def user(self, text: str) -> None:
-        self._append({"type": "text", "text": text})
+    def user(self, content: Any) -> None:
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for block in blocks:
+            self._append(block)
 
-    def result(self, call_id: str, text: str) -> None:
-        self._append({"type": "tool_result", "tool_use_id": call_id, "content": text})
+    def result(self, call_id: str, content: Any) -> None:
+        self._append({"type": "tool_result", "tool_use_id": call_id, "content": content})
+
+    def picture(self, file: bytes, text: str) -> list[Any]:
+        data = base64.b64encode(file).decode()
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        return [{"type": "image", "source": source}, {"type": "text", "text": text}]
 
     def _append(self, block: dict[str, Any]) -> None:
         if not self.messages or self.messages[-1]["role"] != "user":
@@ -154,6 +172,24 @@ class MessagesApi:
         calls = [(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
         text = "".join(block["text"] for block in blocks if block["type"] == "text")
         return {"text": text, "calls": calls}
+
+
+def uri(file: bytes) -> str:
+    """Returns the data URI of a PNG file."""
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def png(level: int, size: int = 16) -> bytes:
+    """Returns the file of a grey square."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    rows = zlib.compress((b"\0" + bytes([level]) * size) * size)
+    head = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
+    chunks = chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 APIS = {"chat": ChatApi, "responses": ResponsesApi, "messages": MessagesApi}
@@ -305,6 +341,27 @@ def cut(api: Any, url: str, token: str) -> None:
     assert talk.ask(tools=False)["text"] == "Answer to Go on"
 
 
+def pictures(api: Any, url: str, token: str) -> None:
+    """Shows a picture, gets one from a tool, and then another one in a second conversation."""
+    for level in (200, 201):
+        talk = api(url, token)
+        talk.user(talk.picture(png(100), "add 1 2"))
+        ((call_id, *_),) = talk.ask()["calls"]
+        talk.result(call_id, talk.picture(png(level), "here"))
+        assert talk.ask()["text"].endswith("The result is (a picture)here.")
+        talk.user("Hello")
+        assert talk.ask()["text"].endswith("Answer to Hello")
+    talk = api(url, token, max_retries=0)
+    talk.user(talk.picture(b"no picture", "Hello"))
+    try:
+        talk.ask()
+    except Exception as error:
+        assert getattr(error, "status_code", None) == 400, error
+        assert "not an image; allowed: a PNG" in str(error), error
+    else:
+        raise RuntimeError("the picture was accepted")
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -314,4 +371,4 @@ PROGRAMS = {
 }
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](APIS[sys.argv[2]], *sys.argv[3:])
+    (PROGRAMS | {"pictures": pictures})[sys.argv[1]](APIS[sys.argv[2]], *sys.argv[3:])

@@ -20,6 +20,7 @@ from hybridrl.rollout.engine import Completion
 ENDLESS_S, SLOW_S = 60.0, 0.5
 LAST_USER = re.compile(r".*<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 RESPONSE = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+PICTURE = re.compile(r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>")
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 
 
@@ -47,9 +48,9 @@ class ScriptedRank(threading.Thread):
     `done` has the request and completion of each finished turn, `aborted` numbers of aborted ones.
     """
 
-    def __init__(self, queue: TurnQueue) -> None:
+    def __init__(self, queue: TurnQueue, family: str) -> None:
         super().__init__(daemon=True)
-        self.queue = queue
+        self.queue, self.family = queue, family
         self.done: dict[int, tuple[TurnRequest, Completion]] = {}
         self.aborted: list[int] = []
         self._waiting: dict[int, tuple[float, TurnRequest, Completion]] = {}
@@ -73,8 +74,8 @@ class ScriptedRank(threading.Thread):
                     self.queue.finish([completion])
 
     def _sampled(self, request: TurnRequest) -> tuple[Completion, float]:
-        tokenizer, end = tokenizer_of("qwen3"), end_ids("qwen3")[0]
-        text, took_s = written(tokenizer.decode(list(request.tokens)))
+        tokenizer, end = tokenizer_of(self.family), end_ids(self.family)[0]
+        text, took_s = written(PICTURE.sub("(a picture)", tokenizer.decode(list(request.tokens))))
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
         tokens = tokens[: request.max_new_tokens]
         rng = random.Random(request.request_id)
@@ -95,24 +96,26 @@ class ScriptedRank(threading.Thread):
 
 
 class Served:
-    """An endpoint with its scripted rank."""
+    """An endpoint with its scripted rank, and the template of a family."""
 
     def __init__(
-        self, terms: SamplingTerms | None = None, has_template: bool = True, **options: Any
+        self,
+        terms: SamplingTerms | None = None,
+        has_template: bool = True,
+        family: str = "qwen3",
+        **options: Any,
     ) -> None:
         assert FAMILIES["qwen3"].thinks
         terms = terms or SamplingTerms(temperature=1.0, max_context=8000)
         self.queue = TurnQueue(terms)
-        self.rank = ScriptedRank(self.queue)
-        self.sessions = Sessions(
-            terms.max_context, chat_template("qwen3") if has_template else None
-        )
+        self.rank = ScriptedRank(self.queue, family)
+        self.sessions = Sessions(terms.max_context, chat_template(family) if has_template else None)
         usual = {"grace_s": 1.5, "keep_alive_s": 0.2}
         self.endpoint = Endpoint(
             self.sessions,
             self.queue,
-            tokenizer_of("qwen3"),
-            vocab_size=len(tokenizer_of("qwen3")),
+            tokenizer_of(family),
+            vocab_size=len(tokenizer_of(family)),
             **{**usual, **options},
         )
 
@@ -134,12 +137,14 @@ class Served:
             whole = row.prompt + row.tokens
             versions = [version for version, count in row.versions for _ in range(count)]
             assert len(versions) == len(row.tokens) == len(row.logps) == len(row.observed)
-            is_sampled = [False] * len(row.tokens)
+            is_sampled, images = [False] * len(row.tokens), row.contents
             for span in row.spans:
                 request, done = self.rank.done[turns[span.turn].completion.request_id]
                 start = len(row.prompt) + span.start
                 assert whole[:start] == request.tokens
                 assert request.session_id == session.session_id
+                seen = [one for one in images if one.start < start]
+                assert list(request.contents) == seen
                 runs = [version for version, count in done.runs for _ in range(count)]
                 for i in range(span.num_tokens):
                     at = span.start + i

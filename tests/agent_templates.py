@@ -11,6 +11,9 @@ from typing import Any
 from chat_tokenizers import byte_tokenizer, published_template
 
 from hybridrl.agents.chat_template import ChatTemplate
+from hybridrl.data.images import ImageTokens
+from hybridrl.models.vision.images import ImageProcessor, Preprocessing
+from hybridrl.models.vision.shape import VisionShape
 
 # What Kimi-K2-Instruct's template writes, for messages with text and tool calls.
 KIMI = (
@@ -112,8 +115,10 @@ class Family:
         return tuple(dict.fromkeys([self.end, self.call_end or self.end, *self.others]))
 
 
+IMAGE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 FAMILIES = {
     "qwen2.5": Family("qwen2_5", _hermes, others=("<|endoftext|>",)),
+    "qwen3-vl": Family("qwen3_vl", _hermes, others=("<|endoftext|>",), special=IMAGE),
     "qwen3": Family("qwen3", _hermes, others=("<|endoftext|>",), thinks=True),
     "qwen3.5": Family("qwen3_5_think", _xml, others=("<|endoftext|>",), thinks=True),
     "llama3": Family(
@@ -173,9 +178,28 @@ def end_ids(name: str) -> tuple[int, ...]:
     return tuple(tokenizer_of(name).convert_tokens_to_ids(end) for end in FAMILIES[name].ends)
 
 
+@cache
+def images_of(name: str) -> ImageTokens | None:
+    """Returns how prompts of a family contain images, of which 8 x 8 pixels are one token."""
+    if not set(IMAGE) <= set(FAMILIES[name].special):
+        return None
+    start, token, end = tokenizer_of(name).convert_tokens_to_ids(list(IMAGE))
+    vision = VisionShape(
+        "qwen3_vl",
+        {},
+        image_token=token,
+        start_token=start,
+        end_token=end,
+        patch_size=4,
+        merge_size=2,
+    )
+    processor = ImageProcessor(vision, Preprocessing(64, 1024, (0.5,) * 3, (0.5,) * 3))
+    return ImageTokens(processor, name, "".join(IMAGE), token)
+
+
 def chat_template(name: str) -> ChatTemplate:
     """Returns the renderer of a family."""
-    return ChatTemplate(tokenizer_of(name), end_ids(name))
+    return ChatTemplate(tokenizer_of(name), end_ids(name), images=images_of(name))
 
 
 def sampled(name: str, text: str, end: str | None) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agent_programs import png, uri
+
 
 async def rewarded(task: Any, reward: float = 0.5) -> float:
     print("sample", task.sample)
@@ -74,7 +76,7 @@ async def variables(task: Any) -> float:
     return float("HYBRIDRL_TEST_SECRET" in os.environ)
 
 
-def user(content: str) -> dict[str, str]:
+def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
@@ -96,6 +98,23 @@ async def branching(task: Any) -> float:
     await asyncio.gather(*(said(task, branch) for branch in branches))
     await said(task, [user("1=")], max_tokens=3)
     return float(task.sample % 2)
+
+
+async def seeing(task: Any) -> float:
+    """Looks at the row's picture, gets another one from a tool, and branches at a third."""
+    messages = list(task.prompt)
+    await said(task, messages, max_tokens=3)
+    shown = [{"type": "text", "text": "What shape ?"}, picture(task.sample % 3)]
+    messages.append({"role": "tool", "tool_call_id": "c", "content": shown})
+    await said(task, messages, max_tokens=4)
+    branches = [[*messages, user([picture(level)])] for level in (7, 8)]
+    await asyncio.gather(*(said(task, branch, max_tokens=5) for branch in branches))
+    return float(task.sample % 2)
+
+
+def picture(level: int) -> dict[str, Any]:
+    """Returns a part of a message with a picture, all of whose sizes are equal."""
+    return {"type": "image_url", "image_url": {"url": uri(png(level, size=32))}}
 
 
 async def quiet_for_some(task: Any) -> float:

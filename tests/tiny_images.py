@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from tiny_models import WITH_IMAGES
+from torch import Tensor
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
@@ -51,6 +55,30 @@ def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
 
 def processor_of(folder: Path, vision) -> ImageProcessor:
     return ImageProcessor(vision, Preprocessing.read(folder, vision))
+
+
+def oracle_logits(
+    oracle: Any, processor: Any, tokens: Tensor, images: Sequence[tuple[int, int, Image.Image]]
+) -> Tensor:
+    """Returns transformers' logits; `images` have the places of their tokens, start and end."""
+    if not images:
+        return oracle(input_ids=tokens[None]).logits[0]
+    kinds = torch.zeros_like(tokens)
+    for start, end, _ in images:
+        kinds[start:end] = 1
+    given = processor([image for *_, image in images], return_tensors="pt")
+    # transformers takes every such token for an image; its embedding is looked up beforehand.
+    positions, _ = oracle.model.get_rope_index(tokens[None], kinds[None], given["image_grid_thw"])
+    found = oracle.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+    embedded = oracle.get_input_embeddings()(tokens)[None]
+    mask = (kinds == 1)[None]
+    embedded = embedded.masked_scatter(mask[..., None], torch.cat(found.pooler_output))
+    more: dict[str, Any] = {}
+    if hasattr(found, "deepstack_features"):  # Qwen3-VL
+        deep = [torch.cat(one) for one in found.deepstack_features]
+        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+    hidden = oracle.model.language_model(inputs_embeds=embedded, position_ids=positions, **more)
+    return oracle.lm_head(hidden.last_hidden_state[0])
 
 
 def with_images(

@@ -13,9 +13,12 @@ from hybridrl.agents.asked import (
     Answer,
     Asked,
     check_sampling,
+    content_of,
     event,
+    joined,
     malformed,
     object_in,
+    part_of,
     reads_calls,
     refused,
     stop_strings,
@@ -37,13 +40,17 @@ from hybridrl.agents.conversation import (
     tool_call,
 )
 from hybridrl.agents.samples import Message
+from hybridrl.agents.task_images import ImageReader
 
 NOT_SUPPORTED = ("container", "mcp_servers", "output_format")
 STOP_REASONS = {STOP: "end_turn", LENGTH: "max_tokens", TOOL_CALLS: "tool_use"}
 
 
 class Messages:
-    """`POST /v1/messages`."""
+    """`POST /v1/messages`. `images` reads images; None if the model reads only text."""
+
+    def __init__(self, images: ImageReader | None = None) -> None:
+        self._images = images
 
     keep_alive = event('{"type": "ping"}', "ping")
 
@@ -73,7 +80,7 @@ class Messages:
         messages: list[Message] = []
         if system := text_of(body.get("system"), "system"):
             messages.append({"role": SYSTEM, "content": system})
-        messages += _messages(body.get("messages"))
+        messages += _messages(body.get("messages"), self._images)
         return Conversation(tuple(messages), tools_of(body.get("tools")), template_arguments(body))
 
     def answer(self, asked: Asked, answer: Answer) -> dict[str, Any]:
@@ -116,7 +123,7 @@ class Messages:
         return event(json.dumps(self.error(error)), "error")
 
 
-def _messages(given: Any) -> Iterator[Message]:
+def _messages(given: Any, images: ImageReader | None) -> Iterator[Message]:
     if not isinstance(given, list) or not given:
         raise malformed("messages", given, "a list with at least one message")
     for place, message in enumerate(given):
@@ -130,23 +137,24 @@ def _messages(given: Any) -> Iterator[Message]:
         elif role == SYSTEM or isinstance(content, str):
             yield {"role": role, "content": text_of(content, f"{where}.content")}
         else:
-            yield from _of_user(content, f"{where}.content")
+            yield from _of_user(content, f"{where}.content", images)
 
 
-def _of_user(blocks: Any, where: str) -> Iterator[Message]:
+def _of_user(blocks: Any, where: str, images: ImageReader | None) -> Iterator[Message]:
     if not isinstance(blocks, list):
         raise malformed(where, blocks, "a text, or a list of blocks")
-    texts = []
+    parts = []
     for place, block in enumerate(blocks):
+        at = f"{where}[{place}]"
         if not isinstance(block, dict) or block.get("type") != "tool_result":
-            texts.append(text_of([block], f"{where}[{place}]"))
+            parts.append(part_of(block, at, images))
             continue
-        content = text_of(block.get("content"), f"{where}[{place}].content")
+        content = content_of(TOOL, block.get("content"), f"{at}.content", images)
         if block.get("is_error") and not content:
             content = "error"
         yield {"role": TOOL, "tool_call_id": str(block.get("tool_use_id")), "content": content}
-    if texts:
-        yield {"role": USER, "content": "\n".join(texts)}
+    if parts:
+        yield {"role": USER, "content": joined(parts, "\n")}
 
 
 def _turn(content: Any, where: str) -> Message:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from hybridrl.agents.backend import SamplingTerms
-from hybridrl.agents.conversation import BadRequest, Conversation
+from hybridrl.agents.conversation import (
+    TOOL,
+    USER,
+    BadRequest,
+    Conversation,
+    MessageContent,
+)
 from hybridrl.agents.forest import Turn
+from hybridrl.agents.task_images import ImageReader
+from hybridrl.contracts.prompts import Content
+from hybridrl.environments.image_parts import IMAGE, TEXT, is_image
 from hybridrl.errors import short
+from hybridrl.models.vision.images import ImageFault
 
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 MAX_STOPS = 16
@@ -249,19 +260,65 @@ def text_of(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise malformed(where, content, "a text, or a list of parts")
-    texts = []
-    for place, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
-            text, str
-        ):
-            raise malformed(f"{where}[{place}]", kind, "parts of type text; images are not read")
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_text(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def content_of(role: str, content: Any, where: str, images: ImageReader | None) -> MessageContent:
+    """Returns the content of a message of `role`; users and tools may send images.
+
+    Raises:
+        BadRequest: See `part_of`.
+    """
+    if role not in (USER, TOOL) or not isinstance(content, list):
+        return text_of(content, where)
+    return joined([part_of(part, f"{where}[{i}]", images) for i, part in enumerate(content)])
+
+
+def part_of(part: Any, where: str, images: ImageReader | None) -> str | Content:
+    """Returns the text or the image of a part.
+
+    Raises:
+        BadRequest: The part is neither, the model reads no images (`images` is None), or the image
+            cannot be read.
+    """
+    if not is_image(part):
+        return _text(part, where)
+    if images is None:
+        allowed = "parts of type text, because the model reads no images"
+        raise malformed(where, part["type"], allowed)
+    try:
+        return images.read(part)
+    except ImageFault as fault:
+        message = f"{where}: got {fault.found}; allowed: {fault.allowed}."
+        raise BadRequest(message, where, "invalid_image") from fault
+
+
+def joined(parts: Iterable[str | Content], separator: str = "") -> MessageContent:
+    """Returns the content of a message: a text, or parts if there is an image. Neighbouring texts
+    become one, with `separator` between them.
+    """
+    found: list[dict[str, Any]] = []
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            found.append({"type": TEXT, TEXT: separator.join(str(part) for part in group)})
+        else:
+            found += [{"type": IMAGE, IMAGE: part} for part in group]
+    if any(part["type"] == IMAGE for part in found):
+        return found
+    return found[0][TEXT] if found else ""
+
+
+def _text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    if kind in ("text", "input_text", "output_text", "refusal") and isinstance(text, str):
+        return text
+    allowed = "parts of type text"
+    if is_image(part):
+        allowed += "; images belong in messages of the user and in results of tools"
+    raise malformed(where, kind, allowed)
 
 
 def tools_of(given: Any) -> tuple[Mapping[str, Any], ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridrl.contracts.blobs import Blobs
+from hybridrl.contracts.prompts import Content
 from hybridrl.rollout.engine import Completion
 
 
@@ -37,6 +38,7 @@ class TurnRequest:
             the seed.
         stop_token_ids: Tokens that end the turn, in addition to the run's end tokens.
         temperature, top_p: Values that replace those of the run, if the backend's terms allow it.
+        contents: Images, at their places among `tokens`.
     """
 
     request_id: int
@@ -50,6 +52,7 @@ class TurnRequest:
     temperature: float | None = None
     top_p: float | None = None
     blobs: Blobs = field(default_factory=dict, compare=False)
+    contents: tuple[Content, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,13 @@ from hybridrl.agents.conversation import (
     BadRequest,
     ContextOverflow,
     Conversation,
+    images_of,
 )
 from hybridrl.agents.samples import Message
+from hybridrl.contracts.prompts import Content
+from hybridrl.data.images import ImageTokens, with_features
 from hybridrl.data.text_tokens import Encode, TextTokens
+from hybridrl.environments.image_parts import IMAGE, TEXT
 from hybridrl.errors import error_text
 
 _OPENED = re.compile(r"<think>\s*\Z")
@@ -50,11 +54,13 @@ class Rendered:
             inside the reasoning.
         num_dropped: Number of tokens at the end of the earlier turn that the template replaces: 1
             if it ends turns with another token than the sampled one, otherwise 0.
+        contents: Images, at their places among `tokens`.
     """
 
     tokens: tuple[int, ...]
     opens_reasoning: bool
     num_dropped: int = 0
+    contents: tuple[Content, ...] = ()
 
 
 class ChatTemplate:
@@ -62,6 +68,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: Tokenizer with a chat template; used from one thread only.
+        images: How the model's tokens contain images; None if it reads only text.
     """
 
     def __init__(
@@ -69,8 +76,9 @@ class ChatTemplate:
         tokenizer: Any,
         stop_token_ids: Sequence[int],
         arguments: Mapping[str, Any] | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
-        self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._tokenizer, self._arguments, self.images = tokenizer, dict(arguments or {}), images
         self._encoder = TextTokens(tokenizer)
         self._stops = {token: str(tokenizer.decode([token])) for token in stop_token_ids}
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -102,7 +110,8 @@ class ChatTemplate:
         """
         text = self.text(conversation, self.prepared(conversation.messages), opens_turn=True)
         tokens = self._encoded(self._encoder.plain, text, max_tokens)
-        return Rendered(tokens, _OPENED.search(text) is not None)
+        tokens, contents = self._with_images(tokens, conversation.messages)
+        return Rendered(tokens, _OPENED.search(text) is not None, contents=contents)
 
     def continuation(
         self, conversation: Conversation, num_known: int, last: int | None, max_tokens: int
@@ -129,7 +138,8 @@ class ChatTemplate:
             else:
                 num_dropped = 1
         tokens = self._encoded(self._encoder.continued, text, max_tokens)
-        return Rendered(tokens, _OPENED.search(text) is not None, num_dropped)
+        tokens, contents = self._with_images(tokens, conversation.messages[num_known:])
+        return Rendered(tokens, _OPENED.search(text) is not None, num_dropped, contents)
 
     def text_after(self, conversation: Conversation, num_known: int) -> str | None:
         """Returns the text that the template renders after the turn `num_known - 1`, from its end
@@ -186,6 +196,10 @@ class ChatTemplate:
                 ready[self._reasoning_key] = ready.pop("reasoning_content")
             if calls := ready.get("tool_calls"):
                 ready["tool_calls"] = [self._ready_call(call) for call in calls]
+            if not isinstance(ready["content"], str):
+                ready["content"] = [
+                    part if part["type"] == TEXT else {"type": IMAGE} for part in ready["content"]
+                ]
             found.append(ready)
         return found
 
@@ -194,6 +208,26 @@ class ChatTemplate:
             if stop and text.endswith(stop):
                 return text[: -len(stop)]
         return text
+
+    def _with_images(
+        self, tokens: tuple[int, ...], messages: Sequence[Message]
+    ) -> tuple[tuple[int, ...], tuple[Content, ...]]:
+        """Repeats placeholders for the features of the images in `messages`, which were rendered as
+        `tokens`. Raises TemplateError unless the template wrote one for each image.
+        """
+        contents = list(images_of(messages))
+        if self.images is None:
+            assert not contents, "parts with images are refused"
+            return tokens, ()
+        placeholder = self.images.placeholder
+        if (num := tokens.count(placeholder)) != len(contents):
+            raise TemplateError(
+                f"The model's chat template writes {num} placeholders for the {len(contents)} "
+                "images in these messages.",
+                "messages",
+            )
+        found, placed = with_features(tokens, contents, placeholder)
+        return tuple(found), placed
 
     def _ready_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])

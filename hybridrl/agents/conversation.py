@@ -1,22 +1,27 @@
 """Messages of a conversation in one form for all APIs, and their digests. Does not import torch.
 
 A message is a dictionary in the form of OpenAI's chat completions, with contents as text, reasoning
-as `reasoning_content`, and arguments of tool calls as objects. Two messages are the same if a
-client that received one could have sent the other back: clients change identifiers, the order of
-JSON keys, white space around an answer and the form of numbers.
+as `reasoning_content`, and arguments of tool calls as objects. A content with images is a list of
+parts `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`, whose images are
+`Content`. Two messages are the same if a client that received one could have sent the other back:
+clients change identifiers, the order of JSON keys, white space around an answer and the form of
+numbers. Images are the same if their files have the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.samples import Message
 from hybridrl.config.files import parse_json
+from hybridrl.contracts.prompts import Content
+from hybridrl.environments.image_parts import IMAGE, TEXT
 
+MessageContent = str | list[dict[str, Any]]
 ASSISTANT, SYSTEM, USER, TOOL = "assistant", "system", "user", "tool"
 ROLES = (SYSTEM, USER, ASSISTANT, TOOL)
 
@@ -81,12 +86,22 @@ class Conversation:
 
 
 def next_digest(digest: bytes, message: Message) -> bytes:
+    content = message["content"]
     if message["role"] != ASSISTANT:
-        names = ("role", "content", "tool_call_id", "name")
-        return _digest(digest, *(message.get(name) for name in names))
+        texts = [message.get(name) for name in ("role", "tool_call_id", "name")]
+        if isinstance(content, str):
+            return _digest(digest, *texts, content)
+        return _digest(digest, *texts, None, _json_text([_part_identity(one) for one in content]))
     calls = [_call_identity(call) for call in message.get("tool_calls", ())]
     text = _json_text(calls) if calls else None
-    return _digest(digest, ASSISTANT, message["content"].strip(), text)
+    return _digest(digest, ASSISTANT, content.strip(), text)
+
+
+def images_of(messages: Iterable[Message]) -> Iterator[Content]:
+    """Yields the images in messages, in their order, not yet at their places among tokens."""
+    for message in messages:
+        if not isinstance(message["content"], str):
+            yield from (part[IMAGE] for part in message["content"] if part["type"] == IMAGE)
 
 
 def same_reasoning(kept: Message, received: Message) -> bool:
@@ -124,6 +139,10 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def body_digest(path: str, body: bytes) -> bytes:
     return hashlib.blake2b(path.encode() + b"\0" + body, digest_size=16).digest()
+
+
+def _part_identity(part: Mapping[str, Any]) -> list[str]:
+    return [part["type"], part[IMAGE].key if part["type"] == IMAGE else part[TEXT]]
 
 
 def _call_identity(call: Mapping[str, Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from hybridrl.agents.http_requests import bearer_token, host_name, json_body
 from hybridrl.agents.openai_chat import ChatCompletions
 from hybridrl.agents.openai_responses import Responses
 from hybridrl.agents.sessions import Session, Sessions
+from hybridrl.agents.task_images import ImageReader
 from hybridrl.agents.token_form import TokenForm
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.agents.turns import Keys, Running, Turns
@@ -37,7 +38,7 @@ from hybridrl.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 TOKEN_HEADER = "x-session-token"  # for programs that set their own Authorization header
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_IMAGES = 64 << 20, 256 << 20
 KEEP_ALIVE_S = 15.0
 GRACE_S = 10.0
 START_TIMEOUT_S = 30.0
@@ -53,6 +54,7 @@ class Endpoint:
         reader: Reads reasoning and tool calls; by default the reader for the chat template.
         allowed_hosts: Further names that clients may use for this host.
         more_routes: Further routes, which check their own tokens.
+        max_body_bytes: Maximum size of a request; by default larger if the model reads images.
         keep_alive_s: Seconds between signs of life in a stream that waits.
         grace_s: Seconds after which a turn is aborted if no client waits for it.
 
@@ -73,7 +75,7 @@ class Endpoint:
         model: str = "policy",
         allowed_hosts: Sequence[str] = (),
         more_routes: Sequence[web.RouteDef] = (),
-        max_body_bytes: int = MAX_BODY_BYTES,
+        max_body_bytes: int | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -81,16 +83,20 @@ class Endpoint:
             source = sessions.template.source if sessions.template else ""
             reader = TurnReader.for_template(source)
         self._sessions, self._backend, self._model = sessions, backend, model
-        self._host, self._max_body_bytes, self._keep_alive_s = host, max_body_bytes, keep_alive_s
+        self._host, self._keep_alive_s = host, keep_alive_s
+        images = None if sessions.template is None else sessions.template.images
+        image_reader = None if images is None else ImageReader(images)
+        usual = MAX_BODY_BYTES if images is None else MAX_BODY_BYTES_WITH_IMAGES
+        self._max_body_bytes = usual if max_body_bytes is None else max_body_bytes
         self._more_routes = more_routes
         own = (host, socket.gethostname(), socket.getfqdn(), "localhost")
         self._names = {name.lower() for name in (*own, *allowed_hosts)}
         own_tokenizer = copy.deepcopy(tokenizer)
         self._turns = Turns(sessions, backend, own_tokenizer, reader, grace_s)
-        self._messages = Messages()
+        self._messages = Messages(image_reader)
         self._dialects: dict[str, Dialect] = {
-            "/v1/chat/completions": ChatCompletions(),
-            "/v1/responses": Responses(),
+            "/v1/chat/completions": ChatCompletions(image_reader),
+            "/v1/responses": Responses(image_reader),
             "/v1/messages": self._messages,
             "/inference/v1/generate": TokenForm(vocab_size),
         }

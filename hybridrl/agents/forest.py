@@ -11,12 +11,13 @@ example after the agent summarised its history or changed its tools.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridrl.agents.chat_template import ChatTemplate
 from hybridrl.agents.conversation import Conversation, call_ids, same_reasoning
 from hybridrl.agents.samples import Message, Row, Span
 from hybridrl.contracts.blobs import Blobs
+from hybridrl.contracts.prompts import Content
 from hybridrl.rollout.engine import Completion
 
 
@@ -32,6 +33,7 @@ class Turn:
         context: Tokens of the input after those.
         message, request: The turn as the client received it, and what the client sent. They and
             `digest` are None if it sent token ids.
+        contents: Images of the whole path, at their places among its tokens.
     """
 
     number: int
@@ -43,6 +45,7 @@ class Turn:
     message: Message | None = None
     request: Conversation | None = None
     text: str = ""
+    contents: tuple[Content, ...] = ()
     is_delivered: bool = False
 
     @property
@@ -74,6 +77,7 @@ class Prepared:
     Args:
         parent, num_shared, request: See `Turn`.
         digest: Digest of the conversation before the turn; None if the client sent token ids.
+        contents: Images, at their places among `tokens`.
         max_new_tokens: Maximum number of tokens that the budgets and the context leave.
         turn: Number of turns that were requested earlier.
     """
@@ -84,6 +88,7 @@ class Prepared:
     opens_reasoning: bool = False
     digest: bytes | None = None
     request: Conversation | None = None
+    contents: tuple[Content, ...] = ()
     max_new_tokens: int = 0
     turn: int = 0
 
@@ -174,6 +179,7 @@ def rendered_input(
         rendered = template.whole(conversation, max_context)
     else:
         num_shared = parent.num_tokens - rendered.num_dropped
+    new = (replace(one, start=num_shared + one.start) for one in rendered.contents)
     return Prepared(
         tokens=(parent.tokens()[:num_shared] if parent else ()) + rendered.tokens,
         parent=parent,
@@ -181,6 +187,7 @@ def rendered_input(
         opens_reasoning=rendered.opens_reasoning,
         digest=digests[-1],
         request=conversation.sharing(parent.request) if parent and parent.request else conversation,
+        contents=(*(parent.contents if parent else ()), *new),
     )
 
 
@@ -188,13 +195,16 @@ def token_input(turns: Sequence[Turn], tokens: Sequence[int]) -> Prepared:
     """Returns the input for a turn after token ids that the client rendered itself.
 
     The turn continues the earlier turn whose tokens are the longest beginning of `tokens`. The last
-    token of that turn may be missing, because clients replace end tokens.
+    token of that turn may be missing, because clients replace end tokens. A turn with images is not
+    continued, because equal tokens may stand for other images.
     """
     given = tuple(tokens)
     parent, num_shared = None, 0
     matched: dict[Turn, int] = {}  # number of leading tokens that are those of `given`
     for turn in turns:  # parents come before their children
         if turn.parent is not None and matched.get(turn.parent, 0) < turn.num_shared:
+            continue
+        if turn.contents:
             continue
         own = turn.context + turn.completion.tokens
         found = given[turn.num_shared : turn.num_tokens]
@@ -264,6 +274,7 @@ def _row(leaf: Turn) -> Row:
         finish_reason=leaf.completion.finish_reason,
         spans=tuple(spans),
         blobs=leaf.completion.blobs,
+        contents=leaf.contents,
         messages=(*request.messages, leaf.message) if request and leaf.message else (),
         tools=request.tools if request else (),
         text=leaf.text,

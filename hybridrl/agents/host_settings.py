@@ -20,6 +20,7 @@ from hybridrl.agents.tasks import AgentClocks, Runner
 from hybridrl.agents.template_check import template_notes
 from hybridrl.agents.tool_formats import TurnReader
 from hybridrl.config.agent import AgentConfig
+from hybridrl.data.images import ImageTokens
 from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class HostSettings:
 
     Args:
         tokenizer: Tokenizer of the model. No thread outside of the endpoint may use it.
+        images: How the model's tokens contain images; None if it reads only text.
         part, num_parts: Number of this process among the processes that divide the replica's
             programs, and their number.
         task_token: Token with which programs outside of the run fetch tasks; None for a random
@@ -48,6 +50,7 @@ class HostSettings:
     max_row_tokens: int
     template_arguments: Mapping[str, Any]
     run_folder: Path
+    images: ImageTokens | None = None
     rank: int = 0
     replica: int = 0
     num_replicas: int = 1
@@ -70,7 +73,8 @@ def make_host(settings: HostSettings) -> tuple[AgentHost, list[str]]:
 
     template = None
     if getattr(settings.tokenizer, "chat_template", None):
-        template = ChatTemplate(settings.tokenizer, settings.ends, settings.template_arguments)
+        arguments, images = settings.template_arguments, settings.images
+        template = ChatTemplate(settings.tokenizer, settings.ends, arguments, images)
     request_ids = itertools.count(settings.part, settings.num_parts)
     sessions = Sessions(settings.terms.max_context, template, request_ids)
     queue, clocks = TurnQueue(settings.terms), AgentClocks()

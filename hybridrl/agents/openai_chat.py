@@ -10,6 +10,7 @@ from hybridrl.agents.asked import (
     Answer,
     Asked,
     check_sampling,
+    content_of,
     event,
     list_in,
     malformed,
@@ -33,6 +34,7 @@ from hybridrl.agents.conversation import (
     tool_call,
 )
 from hybridrl.agents.samples import Message
+from hybridrl.agents.task_images import ImageReader
 
 
 class OpenAiErrors:
@@ -49,14 +51,17 @@ class OpenAiErrors:
 
 
 class ChatCompletions(OpenAiErrors):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`. `images` reads images; None if the model reads only text."""
+
+    def __init__(self, images: ImageReader | None = None) -> None:
+        self._images = images
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
         calls = reads_calls(body, body.get("tool_choice"))
         stream_options = object_in(body, "stream_options")
         return Asked(
             conversation=Conversation(
-                tuple(_messages(body.get("messages"))),
+                tuple(_messages(body.get("messages"), self._images)),
                 tools_of(body.get("tools")),
                 template_arguments(body, body.get("reasoning_effort")),
             ),
@@ -115,7 +120,7 @@ class ChatCompletions(OpenAiErrors):
         yield event("[DONE]")
 
 
-def _messages(given: Any) -> Iterator[Message]:
+def _messages(given: Any, images: ImageReader | None) -> Iterator[Message]:
     if not isinstance(given, list) or not given:
         raise malformed("messages", given, "a list with at least one message")
     for place, message in enumerate(given):
@@ -126,15 +131,16 @@ def _messages(given: Any) -> Iterator[Message]:
         role = SYSTEM if role == "developer" else role
         if role not in ROLES:
             raise malformed(f"{where}.role", role, ", ".join(ROLES))
-        content = text_of(message.get("content"), f"{where}.content")
         if role == ASSISTANT:
+            text = text_of(message.get("content"), f"{where}.content")
             reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
             if not isinstance(reasoning, str):
                 raise malformed(f"{where}.reasoning_content", reasoning, "a text")
             listed = list_in(message, "tool_calls", f"{where}.tool_calls")
             calls = [_read_call(call, where) for call in listed]
-            yield assistant(content or str(message.get("refusal") or ""), reasoning, calls)
+            yield assistant(text or str(message.get("refusal") or ""), reasoning, calls)
             continue
+        content = content_of(role, message.get("content"), f"{where}.content", images)
         found: dict[str, Any] = {"role": role, "content": content}
         if role == TOOL:
             found["tool_call_id"] = str(message.get("tool_call_id") or "")

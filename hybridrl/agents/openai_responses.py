@@ -11,6 +11,7 @@ from hybridrl.agents.asked import (
     Answer,
     Asked,
     check_sampling,
+    content_of,
     event,
     list_in,
     malformed,
@@ -36,13 +37,17 @@ from hybridrl.agents.conversation import (
 )
 from hybridrl.agents.openai_chat import OpenAiErrors
 from hybridrl.agents.samples import Message
+from hybridrl.agents.task_images import ImageReader
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 REASONING, CALL, RESULT = "reasoning", "function_call", "function_call_output"
 
 
 class Responses(OpenAiErrors):
-    """`POST /v1/responses`."""
+    """`POST /v1/responses`. `images` reads images; None if the model reads only text."""
+
+    def __init__(self, images: ImageReader | None = None) -> None:
+        self._images = images
 
     def asked(self, body: Mapping[str, Any], terms: SamplingTerms) -> Asked:
         for name in STATEFUL:
@@ -51,7 +56,7 @@ class Responses(OpenAiErrors):
         form = object_in(body, "text").get("format")
         if form not in (None, {"type": "text"}):
             raise refused("text.format", form, "{'type': 'text'}, or leave it out")
-        messages = list(_messages(body.get("input")))
+        messages = list(_messages(body.get("input"), self._images))
         if body.get("instructions"):
             text = text_of(body["instructions"], "instructions")
             messages.insert(0, {"role": SYSTEM, "content": text})
@@ -120,7 +125,7 @@ class Responses(OpenAiErrors):
         return event(json.dumps(content), "error")
 
 
-def _messages(given: Any) -> Iterator[Message]:
+def _messages(given: Any, images: ImageReader | None) -> Iterator[Message]:
     """Yields messages. Neighbouring reasoning, text and calls of the assistant are one message."""
     if isinstance(given, str):
         yield {"role": USER, "content": given}
@@ -153,13 +158,14 @@ def _messages(given: Any) -> Iterator[Message]:
             call = tool_call(call_id, item["name"], arguments)
             turn.setdefault("tool_calls", []).append(call)
         elif kind == RESULT:
-            content = text_of(item.get("output"), f"{where}.output")
+            content = content_of(TOOL, item.get("output"), f"{where}.output", images)
             yield {"role": TOOL, "tool_call_id": str(item.get("call_id")), "content": content}
         elif kind == "message":
             role = SYSTEM if role == "developer" else role
             if role not in ROLES:
                 raise malformed(f"{where}.role", role, ", ".join(ROLES))
-            yield {"role": role, "content": text_of(item.get("content"), f"{where}.content")}
+            content = content_of(role, item.get("content"), f"{where}.content", images)
+            yield {"role": role, "content": content}
         else:
             raise malformed(f"{where}.type", kind, f"message, {CALL}, {RESULT} or {REASONING}")
     if turn is not None:

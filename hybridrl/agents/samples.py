@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridrl.contracts.blobs import Blobs
+from hybridrl.contracts.prompts import Content
 from hybridrl.errors import UserError
 from hybridrl.rollout.engine import FinishReason, Versions
 
@@ -55,6 +56,7 @@ class Row:
             row trains it.
         versions: Runs (version, number of tokens) of `tokens`. Tokens that were not sampled belong
             to the run of the preceding turn.
+        contents: Images, at their places among the tokens of `prompt` and `tokens`.
         messages, tools: Conversation, ending with the last turn, and the tools that the client
             offered; empty if it sent token ids.
     """
@@ -67,6 +69,7 @@ class Row:
     finish_reason: FinishReason
     spans: tuple[Span, ...]
     blobs: Blobs = field(default_factory=dict, compare=False)
+    contents: tuple[Content, ...] = ()
     messages: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
     text: str = ""

@@ -173,7 +173,16 @@ class Session:
 
     def prepare_tokens(self, tokens: Sequence[int], max_tokens: int | None = None) -> Prepared:
         """As `prepare`, after token ids that the client rendered; see `token_input`."""
-        return self._limited(token_input(self.turns, tokens), max_tokens)
+        found = token_input(self.turns, tokens)
+        images = None if self._template is None else self._template.images
+        if images is not None and images.placeholder in found.tokens[found.num_shared :]:
+            raise BadRequest(
+                f"token_ids: got {images.placeholder}, the placeholder of images; allowed: token "
+                "ids of text. Send images as parts of messages to the other APIs.",
+                "token_ids",
+                "invalid_value",
+            )
+        return self._limited(found, max_tokens)
 
     def commit(
         self, prepared: Prepared, done: Completion, message: Message | None = None, text: str = ""
@@ -195,6 +204,7 @@ class Session:
                 message=message,
                 request=prepared.request,
                 text=text,
+                contents=prepared.contents,
             )
             self._forest.add(turn)
             self._num_finished += 1

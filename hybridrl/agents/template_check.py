@@ -9,8 +9,11 @@ from hybridrl.agents.chat_template import ChatTemplate, TemplateError
 from hybridrl.agents.conversation import TOOL, USER, Conversation, assistant, tool_call
 from hybridrl.agents.samples import Message
 from hybridrl.agents.tool_formats import TurnReader
+from hybridrl.contracts.prompts import Content
+from hybridrl.environments.image_parts import IMAGE
 
 _THOUGHT, _ANSWER = "thought-q7", "answer-q7"
+_MAX_TOKENS = 1 << 20  # more than the conversations of this module have
 _EMPTY = re.compile(r"<think>\s*</think>\s*")
 _TOOLS: tuple[Message, ...] = (
     {
@@ -30,6 +33,8 @@ KEPT = "Tokens that were sampled stay as they are, and only new messages are ren
 def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
     """Returns notes on a template that does more than append, or has calls that cannot be read."""
     found = list(dict.fromkeys([*_left_out(template), *_differences(template)]))
+    if template.images is not None:
+        found += _without_images(template)
     if not template.allows_late_system:
         found.append(
             "the chat template takes a system message only at the beginning. Later ones are passed "
@@ -55,6 +60,25 @@ def _left_out(template: ChatTemplate) -> Iterator[str]:
         yield "the chat template does not tell the model which tools a client offers."
     if "found-q7" not in text:
         yield "the chat template leaves out the results of tools, so the model does not see them."
+
+
+def _without_images(template: ChatTemplate) -> Iterator[str]:
+    image = {"type": IMAGE, IMAGE: Content(IMAGE, 0, 1, "image-q7")}
+    shown: Message = {"role": USER, "content": [image]}
+    calling = assistant("", "", [_CALL])
+    result = {**_RESULT, "content": [image]}
+    user: Message = {"role": USER, "content": "question-q7"}
+    for where, messages in (
+        ("messages of the user", (shown,)),
+        ("results of tools", (user, calling, result)),
+    ):
+        try:
+            template.whole(Conversation(messages, _TOOLS), _MAX_TOKENS)
+        except TemplateError:
+            yield (
+                f"the chat template writes no placeholder for images in {where}. Requests with "
+                "such images are refused."
+            )
 
 
 def _differences(template: ChatTemplate) -> Iterator[str]:

@@ -144,6 +144,7 @@ class Turns:
             temperature=asked.sampling.temperature,
             top_p=asked.sampling.top_p,
             blobs=prepared.blobs,
+            contents=prepared.contents,
         )
         try:
             done = await _arrival(self._backend.submit(request))

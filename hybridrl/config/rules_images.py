@@ -33,9 +33,6 @@ def image_rules(config: Config, hf_config: Mapping[str, Any]) -> Iterator[UserEr
         allowed = f"an algorithm without a critic or reward model {WITH_IMAGES}"
         remedy = "Choose grpo, another algorithm with group baselines, or sft."
         yield config.refused("algorithm.name", allowed, remedy)
-    if config.agent.is_on:
-        allowed = f"no section agent {WITH_IMAGES}, because agents send no images yet"
-        yield UserError("agent", "an agent", allowed, "Remove the section agent.")
     if teacher_model(config) is not None:
         allowed = f"no teacher {WITH_IMAGES}"
         yield UserError("algorithm.teacher", "a teacher", allowed, "Choose another algorithm.")

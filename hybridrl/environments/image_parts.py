@@ -1,4 +1,4 @@
-"""Reads the images in messages that an environment returns. Does not import torch.
+"""Reads the images in messages that environments return and agents send. Does not import torch.
 
 An image is the bytes of a file, an image of Pillow, or a data URI. Paths and addresses are refused:
 what a tool returns must not name files of this machine, or make it connect to others.
@@ -19,7 +19,8 @@ from hybridrl.rewards.outcome import WHERE, ScorerFailure
 
 IMAGE, TEXT = "image", "text"
 _KINDS = (IMAGE, "image_url", "input_image")  # types of parts with an image
-_VALUES = ("image", "image_url", "url", "bytes")  # keys of the image, also within an object
+# Keys of the image, also within an object; Anthropic's `source` has base64 text as `data`.
+_VALUES = ("image", "image_url", "url", "bytes", "source")
 _ALLOWED = "an image file's bytes, an image of Pillow, or a data URI such as data:image/png;base64,"
 MAX_DEPTH = 3  # objects within objects
 
@@ -34,10 +35,10 @@ def plain_content(content: Sequence[object]) -> str | list[dict[str, str]] | Sco
         if kind == TEXT and isinstance(part, Mapping) and isinstance(part.get(TEXT), str):
             found.append({"type": TEXT, TEXT: str(part[TEXT])})
             continue
-        if kind not in _KINDS:
+        if not is_image(part):
             got = f"returned a message with the part {short(part)} for {WHERE}"
             return ScorerFailure(got, "parts of type text or image")
-        uri = _data_uri(part, MAX_DEPTH)
+        uri = data_uri(part)
         if uri is None:
             got = f"returned the image {short(part, 120)} for {WHERE}"
             return ScorerFailure(got, f"{_ALLOWED}, of at most {MAX_FILE_BYTES} bytes")
@@ -46,8 +47,21 @@ def plain_content(content: Sequence[object]) -> str | list[dict[str, str]] | Sco
     return found if has_images else "".join(part[TEXT] for part in found)
 
 
+def is_image(part: object) -> bool:
+    """Whether a part of a message says that it is an image."""
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def data_uri(part: object) -> str | None:
+    """Returns the image in a part of a message as a data URI; None if it has no image of at most
+    MAX_FILE_BYTES that may be read.
+    """
+    return _data_uri(part, MAX_DEPTH)
+
+
 def _data_uri(value: object, depth: int) -> str | None:
-    """Returns an image as a data URI; None for anything else."""
+    if isinstance(value, Mapping) and isinstance(value.get("data"), str):
+        value = f"data:{value.get('media_type', '')};base64,{value['data']}"
     if isinstance(value, Mapping) and depth:
         inner = (value[key] for key in _VALUES if value.get(key) is not None)
         return _data_uri(next(inner, None), depth - 1)

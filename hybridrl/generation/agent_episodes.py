@@ -25,7 +25,10 @@ from hybridrl.agents.backend import TurnRequest
 from hybridrl.agents.host import AgentHost, Assignment, Finished
 from hybridrl.agents.host_pool import HostPool
 from hybridrl.agents.host_process import HostProcess
+from hybridrl.agents.task_images import prompt_with_images
 from hybridrl.contracts.batch import Prompt
+from hybridrl.contracts.response_contents import with_contents
+from hybridrl.data.images import ImageTokens
 from hybridrl.errors import UserError, error_text, failure_text
 from hybridrl.generation.admission import Admission
 from hybridrl.generation.responses import AgentResponse, AgentSequence, End, OpenAgent
@@ -98,7 +101,7 @@ class _LastTurn:
 
     key: int
     finished: Finished
-    prompt: tuple[int, ...] = field(repr=False)
+    prompt: Prompt = field(repr=False)
 
 
 class AgentEpisodes:
@@ -109,6 +112,7 @@ class AgentEpisodes:
         waits_s: Maximum time in seconds that `advance` waits in training if no response can
             continue without a program.
         needs_report: Whether an episode without a reported reward has failed.
+        images: How the model's tokens contain images; None if it reads only text.
     """
 
     def __init__(
@@ -118,9 +122,10 @@ class AgentEpisodes:
         seed: int,
         waits_s: float = LONGEST_WAIT_S,
         needs_report: bool = True,
+        images: ImageTokens | None = None,
     ) -> None:
         self._replica, self._host, self._seed = replica, host, seed
-        self._waits_s, self._needs_report = waits_s, needs_report
+        self._waits_s, self._needs_report, self._images = waits_s, needs_report, images
         self._is_evaluation = False
         self._next_key = 0
         self._open: dict[int, _Episode] = {}  # by key, for training and evaluations
@@ -182,7 +187,8 @@ class AgentEpisodes:
         if self._host is not None:
             columns = prompt.columns_with_text
             with self._noted_error():
-                self._host.begin(Assignment(key, step, sample_id, prompt.asked, columns))
+                asked = prompt_with_images(prompt, self._images)
+                self._host.begin(Assignment(key, step, sample_id, asked, columns))
 
     def advance(
         self, completions: Sequence[Completion], blocks: bool
@@ -406,20 +412,22 @@ class AgentEpisodes:
     def _last_turn(self, episode: _Episode, finished: Finished) -> Request:
         """Returns a request for a single token, because a response needs at least one."""
         number = next(self._last_numbers)
-        self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt.tokens)
+        self._last_turns[number] = _LastTurn(episode.key, finished, episode.prompt)
         seed = request_seed(self._seed, episode.step, episode.sample_id)
         at_least = min(episode.sampling.min_new_tokens, 1)
         sampling = replace(episode.sampling, max_new_tokens=1, min_new_tokens=at_least)
-        return Request(number, episode.prompt.tokens, seed, sampling)
+        prompt = episode.prompt
+        return Request(number, prompt.tokens, seed, sampling, contents=prompt.contents)
 
     def _response_without_turn(self, last: _LastTurn, done: Completion) -> AgentResponse:
         sequence = AgentSequence(
-            context=last.prompt,
+            context=last.prompt.tokens,
             tokens=done.tokens,
             logps=done.logps,
             observed=(False,) * len(done.tokens),
             finish_reason=done.finish_reason,
             versions=done.runs,
+            blobs=with_contents({}, last.prompt.contents),
         )
         failure = last.finished.failure or _reason(last.finished)
         response = _joined(self._open[last.key], last.finished, (sequence,), failure)
@@ -434,6 +442,7 @@ class AgentEpisodes:
                 observed=row.observed,
                 finish_reason=row.finish_reason,
                 versions=row.versions,
+                blobs=with_contents({}, row.contents),
             )
             for row in finished.result.rows
         )
@@ -455,7 +464,7 @@ def turn_request(turn: TurnRequest, run: SamplingParams, seed: int) -> Request:
         temperature=run.temperature if turn.temperature is None else turn.temperature,
         top_p=run.top_p if turn.top_p is None else turn.top_p,
     )
-    return Request(turn.request_id, turn.tokens, seed, sampling)
+    return Request(turn.request_id, turn.tokens, seed, sampling, contents=turn.contents)
 
 
 def _sendable(error: Exception) -> Exception:

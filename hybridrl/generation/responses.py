@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hybridrl.contracts.blobs import blobs_from_json
+from hybridrl.contracts.blobs import Blobs, blobs_from_json
 from hybridrl.contracts.prompts import Prompt, Rollout
 from hybridrl.rewards.outcome import Outcome, ScorerFailure
 from hybridrl.rollout.engine import Completion, FinishReason, Versions, versions_from_json
@@ -48,12 +48,14 @@ class AgentSequence:
     observed: tuple[bool, ...]  # tokens that were not sampled, or are trained elsewhere
     finish_reason: FinishReason  # why the last turn ended
     versions: Versions  # (version, number of tokens); see `Response`
+    blobs: Blobs = field(default_factory=dict, compare=False)  # see contracts/blobs.py
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> AgentSequence:
         names = ("context", "tokens", "logps", "observed")
         lists = {name: tuple(fields[name]) for name in names}
-        return AgentSequence(**{**fields, **lists, "versions": versions_from_json(fields)})
+        restored = {"versions": versions_from_json(fields), "blobs": blobs_from_json(fields)}
+        return AgentSequence(**{**fields, **lists, **restored})
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class AgentResponse(Response):
                 finish_reason=one.finish_reason,
                 version=one.versions[0][0],
                 observed=one.observed,
+                blobs=one.blobs,
                 versions=one.versions if len(one.versions) > 1 else (),
                 sequence=index,
             )

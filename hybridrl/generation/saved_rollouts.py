@@ -155,6 +155,8 @@ def saved_fields(sample: Completion | Request) -> dict[str, Any]:
         plain = dataclasses.replace(plain, contents=())
     found = dataclasses.asdict(plain)
     found.pop("contents", None)
+    for sequence in found.get("sequences", ()):
+        sequence["blobs"] = blobs_to_json(sequence["blobs"])
     return found | {"blobs": blobs_to_json(sample.blobs)}
 
 

@@ -18,6 +18,7 @@ from hybridrl.config.agent import AgentConfig
 from hybridrl.config.identity import run_folder
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.schema import Config
+from hybridrl.data.images import ImageTokens
 from hybridrl.errors import UserError, error_text
 from hybridrl.generation.agent_episodes import LONGEST_WAIT_S, SHORT_WAIT_S, AgentEpisodes, Host
 from hybridrl.parallel.groups import World
@@ -33,6 +34,7 @@ def make_agent_episodes(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
+    images: ImageTokens | None,
     needs_report: bool,
     notify: Callable[[str], None],
 ) -> AgentEpisodes:
@@ -46,7 +48,7 @@ def make_agent_episodes(
         host = None
         check_hosts(config.agent, world.num_hosts)
         if replica.is_first:
-            settings = _settings(config, world.rank, replica, tokenizer, ends, vocab_size)
+            settings = _settings(config, world.rank, replica, tokenizer, ends, vocab_size, images)
             num_cores = cores_of_rank(len(world.host_ranks))
             host, agreement.value = _host(settings, num_processes(config.agent, num_cores))
         elif config.agent.server:
@@ -55,7 +57,7 @@ def make_agent_episodes(
         notify(f"agents: {note}")
     # With a lag, other replicas wait for this one every few engine steps.
     waits_s = SHORT_WAIT_S if config.steps.max_policy_lag else LONGEST_WAIT_S
-    return AgentEpisodes(replica, host, config.run.seed, waits_s, needs_report)
+    return AgentEpisodes(replica, host, config.run.seed, waits_s, needs_report, images)
 
 
 def check_hosts(agent: AgentConfig, num_hosts: int) -> None:
@@ -111,6 +113,7 @@ def _settings(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     vocab_size: int,
+    images: ImageTokens | None,
 ) -> HostSettings:
     rollout = config.rollout
     assert group.number is not None
@@ -130,6 +133,7 @@ def _settings(
         max_row_tokens=config.data.max_prompt_tokens + rollout.max_new_tokens,
         template_arguments=config.data.template_arguments,
         run_folder=run_folder(config),
+        images=images,
         rank=rank,
         replica=group.number,
         num_replicas=group.num_replicas,

@@ -121,6 +121,7 @@ class Run:
             engine,
             data.scorer,
             data.tokenizer,
+            data.images,
             reward_models=roles.reward_models,
             placement=placement,
             notify=notify,

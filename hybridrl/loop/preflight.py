@@ -32,6 +32,7 @@ from hybridrl.config.rules import check, layer_rules, split_rules, without_train
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
+from hybridrl.config.starter import has_template
 from hybridrl.config.teacher import read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
 from hybridrl.environments.table import check_environment
@@ -94,6 +95,8 @@ def model_violations(
             folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
             if shape.vision is not None and folder.is_dir():
                 Preprocessing.read(folder, shape.vision)
+                if config.agent.is_on and not has_template(str(folder)):
+                    found.append(_no_template(folder))
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []
@@ -408,6 +411,16 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         dtype = default if config.model.dtype == "auto" else config.model.dtype
         yield from package.model_rules(shape, dtype, is_cpu)
         yield from cpu_rules(config.rollout.quantization, config.rollout.kv_cache_dtype, is_cpu)
+
+
+def _no_template(folder: Path) -> UserError:
+    return UserError(
+        "model.tokenizer",
+        f"{folder}, which has no chat template",
+        "with an agent and a model that reads images, a tokenizer with a chat template, because "
+        "images belong to messages",
+        "Add chat_template.jinja to the folder, or set model.tokenizer to another one.",
+    )
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

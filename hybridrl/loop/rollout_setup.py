@@ -18,7 +18,7 @@ from hybridrl.config.rules_experts import replays
 from hybridrl.config.rules_sampling import num_likely
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.data.end_tokens import end_tokens
-from hybridrl.data.images import image_tokens
+from hybridrl.data.images import ImageTokens
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
@@ -218,6 +218,7 @@ def make_sampler(
     engine: RolloutEngine,
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
+    images: ImageTokens | None,
     reward_models: Sequence[RewardModel],
     placement: Placement,
     notify: Callable[[str], None],
@@ -225,20 +226,20 @@ def make_sampler(
     world, source = model.world, model.source
     with world.all_agree("reading end tokens"):
         ends = end_tokens(config.model, source.hf_config, tokenizer)
+    vocab_size = source.shape.vocab_size
     sampling = replace(
-        sampling_params(config.rollout, ends),
-        num_likely=num_likely(config, source.shape.vocab_size),
+        sampling_params(config.rollout, ends), num_likely=num_likely(config, vocab_size)
     )
     engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
-    episodes: Episodes | AgentEpisodes | None
+    episodes: Episodes | AgentEpisodes | None = None
     if config.agent.is_on:
-        vocab_size, needs_report = source.shape.vocab_size, scorer.counts_turns
+        needs_report = scorer.counts_turns
         episodes = make_agent_episodes(
-            config, world, replica, tokenizer, ends, vocab_size, needs_report, notify
+            config, world, replica, tokenizer, ends, vocab_size, images, needs_report, notify
         )
-    else:
-        episodes = make_episodes(config, world, replica, source, tokenizer, ends)
+    elif config.environment.name is not None:
+        episodes = make_episodes(config, world, replica, tokenizer, ends, vocab_size, images)
     return Sampler(
         world=world,
         layout=layout,
@@ -324,21 +325,17 @@ def make_episodes(
     config: Config,
     world: World,
     replica: ReplicaGroup,
-    source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
-) -> Episodes | None:
-    """Creates the object that runs multi-turn episodes, if there is an environment. Collective."""
-    if config.environment.name is None:
-        return None
+    vocab_size: int,
+    images: ImageTokens | None,
+) -> Episodes:
+    """Creates the object that runs multi-turn episodes with an environment. Collective."""
     arguments = config.data.template_arguments
-    vision, images = source.shape.vision, None
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
-        if vision is not None:
-            images = image_tokens(vision, source.directory, tokenizer, config.data.max_image_pixels)
-        encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, ends, arguments, images)
+        encoder = ObservationEncoder(tokenizer, vocab_size, ends, arguments, images)
         if observes_messages(config.environment):  # fail now rather than at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

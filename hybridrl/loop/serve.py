@@ -119,7 +119,8 @@ def _opened(
     template, notes = None, ["the model has no chat template, so it answers only token ids"]
     reader = TurnReader.for_template("", tool_format)
     if getattr(tokenizer, "chat_template", None):
-        template = ChatTemplate(tokenizer, ends, config.data.template_arguments)
+        arguments = config.data.template_arguments
+        template = ChatTemplate(tokenizer, ends, arguments, trainer.images)
         reader = TurnReader.for_template(template.source, tool_format)
         notes = template_notes(template, reader)
     terms = SamplingTerms(

@@ -78,6 +78,7 @@ class Trainer:
         self._run, self._trains = (run := Run(config, given, trains)), trains
         self.config, self.world, self.platform = run.config, run.world, run.platform
         self.tokenizer, self.scorer = run.data.tokenizer, run.data.scorer
+        self.images = run.data.images
         self.prompts, self.eval_prompts = run.data.prompts, run.data.eval_prompts
         self.mix = run.data.mix
         self.algorithm, self.roles, self.models = run.algorithm, run.roles, run.ledger.models

@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state
 from parity_worker import gradients_in_hf_names, objective, on_disk
 from safetensors.torch import load_file, save_file
-from tiny_images import END, TOKEN, file_of, picture, processor_of, with_images
+from tiny_images import END, TOKEN, file_of, oracle_logits, picture, processor_of, with_images
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -118,31 +118,16 @@ def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: 
 def oracle_pass(oracle: Any, processor: Any, prompt: Prompt, number: int) -> torch.Tensor:
     """Returns transformers' logits of a prompt and its response."""
     tokens = torch.tensor([*prompt.tokens, *prompt.response_tokens])
-    kinds = torch.zeros_like(tokens)
-    for content in prompt.contents:
-        kinds[content.start : content.end] = 1
-    files = [decoded(content.arrays[FILE].tobytes()) for content in prompt.contents]
+    images = [
+        (content.start, content.end, decoded(content.arrays[FILE].tobytes()))
+        for content in prompt.contents
+    ]
     if number in LATER:
         at, one = LATER[number]
         start = len(prompt.tokens) + at + 1
         end = start + prompt.response_tokens[at + 1 :].index(END)
-        kinds[start:end] = 1
-        files.append(picture(*one))
-    if not files:
-        return oracle(input_ids=tokens[None]).logits[0]
-    given = processor(files, return_tensors="pt")
-    # transformers takes every such token for an image; its embedding is looked up beforehand.
-    positions, _ = oracle.model.get_rope_index(tokens[None], kinds[None], given["image_grid_thw"])
-    found = oracle.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
-    embedded = oracle.get_input_embeddings()(tokens)[None]
-    mask = (kinds == 1)[None]
-    embedded = embedded.masked_scatter(mask[..., None], torch.cat(found.pooler_output))
-    more: dict[str, Any] = {}
-    if hasattr(found, "deepstack_features"):  # Qwen3-VL
-        deep = [torch.cat(one) for one in found.deepstack_features]
-        more = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-    hidden = oracle.model.language_model(inputs_embeds=embedded, position_ids=positions, **more)
-    return oracle.lm_head(hidden.last_hidden_state[0])
+        images.append((start, end, picture(*one)))
+    return oracle_logits(oracle, processor, tokens, images)
 
 
 def check_against_transformers(folder: Path, batch, logp_T, gradients) -> None:

@@ -6,13 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import ROOT, records, run
 from packaged import needs
+from tiny_images import oracle_logits
 from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from hybridrl import Trainer
+from hybridrl.contracts.batch import Producer
+from hybridrl.models.megatron.image_inputs import _images_of
+from hybridrl.models.vision.images import FILE, decoded
 
 EXAMPLE = ROOT / "examples" / "pictures"
 SHORT = (
@@ -80,6 +88,56 @@ TEMPLATE = (
 )
 
 
+def with_template(model: Path, folder: Path) -> Path:
+    """Returns a copy of the model whose tokenizer has a chat template."""
+    copy = folder / "model"
+    shutil.copytree(model, copy)
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    return copy
+
+
+def test_agents_see_pictures_of_rows_and_tools(data: Path, tmp_path: Path) -> None:
+    """Transformers is the oracle for engine and trainer; branches differ only in pictures."""
+    config = {
+        "run": {"name": "agents", "dir": str(tmp_path)},
+        "model": {"init": str(with_template(data / "model", tmp_path))},
+        "train": {"freeze": [], "micro_batch_tokens": 512},
+        "rollout": {"max_new_tokens": 90},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": str(data / "train.jsonl"), "max_prompt_tokens": 32},
+        "agent": {"function": "own_agents:seeing"},
+        "reward": {"function": "agent"},
+        "steps": {"prompts_per_step": 2, "samples_per_prompt": 4, "num_steps": 1},
+        "log": {"tensorboard": False, "console": False},
+    }
+    trainer = Trainer.from_config(config)
+    batch, _ = trainer.sample(trainer.prompts.take(2))
+    trained = batch.to_train(Producer.here("the test"))
+    ours_T = trainer.policy.logprobs(trained)
+    folder = trainer.save_hf(tmp_path / "hf")
+    oracle = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    seen = Counter[tuple[int, str]]()
+    for row in range(batch.num_samples):
+        here = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+        contents, tokens = _images_of(batch, row), batch.tokens_T[here]
+        images = [(c.start, c.end, decoded(c.arrays[FILE].tobytes())) for c in contents]
+        with torch.no_grad():
+            logits = oracle_logits(oracle, processor, tokens, images)[:-1]
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        mask = batch.response_mask_T[here][1:]
+        for found_T in (ours_T, batch.behaviour_logp_T):
+            assert (found_T[here][1:] - expected)[mask].abs().max() < 2e-5
+        seen.update((int(batch.group_B[row]), one.key) for one in contents)
+    assert batch.num_samples == 16 and max(seen.values()) == 8
+    assert len(seen) == 2 * (1 + 3 + 2), "the row's, the tool's and the branches' pictures"
+    metrics = trainer.train_step()
+    assert metrics["agent/failed"] == 0 and metrics["policy/grad_norm"] > 0
+    assert metrics["mismatch/logprob_diff_max"] < 1e-4
+    trainer.close()
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
@@ -88,12 +146,7 @@ def test_an_environment_shows_pictures_in_later_turns(
     data: Path, engine: str, tmp_path: Path
 ) -> None:
     """Two ranks, which may train what the other one generated."""
-    model = tmp_path / "model"
-    shutil.copytree(data / "model", model)
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": TEMPLATE})
-    )
+    model = with_template(data / "model", tmp_path)
     run(
         "train",
         EXAMPLE / "grpo.yaml",

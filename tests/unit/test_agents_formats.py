@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_templates import FAMILIES, chat_template
+from agent_templates import FAMILIES, chat_template, images_of, tokenizer_of
 from chat_tokenizers import byte_tokenizer
 
 from hybridrl.agents.chat_template import ChatTemplate
@@ -39,6 +39,7 @@ ARGUMENTS = {
 USER = {"role": "user", "content": "-"}
 NOTES = {
     "qwen2.5": [],
+    "qwen3-vl": ["only at the beginning"],
     "qwen3": ["adds or removes empty <think>", "drops the reasoning"],
     "qwen3.5": ["adds or removes empty <think>", "drops the reasoning", "only at the beginning"],
     "llama3": [],
@@ -173,6 +174,12 @@ def test_users_are_told_how_a_template_treats_earlier_turns(name: str) -> None:
         assert expected in note
     unknown = template_notes(chat_template(name), TurnReader(None))
     assert "no known format of tool calls" in unknown[-1]
+
+
+def test_users_are_told_of_templates_without_places_for_images() -> None:
+    template = ChatTemplate(tokenizer_of("qwen2.5"), (0,), images=images_of("qwen3-vl"))
+    notes = template_notes(template, reader_of("qwen2.5"))
+    assert [note.partition("images in ")[2][:8] for note in notes] == ["messages", "results "]
 
 
 def test_a_template_that_only_joins_contents_continues_and_says_what_it_leaves_out() -> None:

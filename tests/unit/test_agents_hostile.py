@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 import pytest
+from agent_programs import png, uri
 from agent_server import Served
-from agent_templates import TOOL, tokenizer_of
+from agent_templates import TOOL, images_of, tokenizer_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_agents_endpoint import post
@@ -20,19 +21,33 @@ from hybridrl.agents.conversation import BadRequest, Conversation
 from hybridrl.agents.openai_chat import ChatCompletions
 from hybridrl.agents.openai_responses import Responses
 from hybridrl.agents.sessions import Sessions
+from hybridrl.agents.task_images import ImageReader
 from hybridrl.agents.token_form import TokenForm
 
+READS = images_of("qwen3-vl")
+assert READS is not None
+IMAGES = ImageReader(READS)
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": uri(png(1)).split(",")[1]},
+}
 TERMS = SamplingTerms(temperature=1.0, max_context=4000)
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 SCHEMA = TOOL["function"]["parameters"]
 DIALECTS: dict[str, tuple[Dialect, dict[str, Any]]] = {
     "chat": (
-        ChatCompletions(),
+        ChatCompletions(IMAGES),
         {
             "model": "m",
             "messages": [
                 {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "Hi"},
+                        {"type": "image_url", "image_url": {"url": uri(png(1))}},
+                    ],
+                },
                 {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "tool_call_id": "c", "content": "2"},
             ],
@@ -47,13 +62,17 @@ DIALECTS: dict[str, tuple[Dialect, dict[str, Any]]] = {
         },
     ),
     "responses": (
-        Responses(),
+        Responses(IMAGES),
         {
             "input": [
                 {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
                 {"type": "reasoning", "summary": [], "content": [{"type": "r", "text": "Hm"}]},
                 {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "2"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_image", "image_url": uri(png(1))}],
+                },
             ],
             "instructions": "Be brief.",
             "tools": [{"type": "function", **TOOL["function"]}],
@@ -62,7 +81,7 @@ DIALECTS: dict[str, tuple[Dialect, dict[str, Any]]] = {
         },
     ),
     "messages": (
-        Messages(),
+        Messages(IMAGES),
         {
             "system": [{"type": "text", "text": "Be brief."}],
             "messages": [
@@ -77,7 +96,9 @@ DIALECTS: dict[str, tuple[Dialect, dict[str, Any]]] = {
                 },
                 {
                     "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}],
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]},
+                    ],
                 },
             ],
             "tools": [{"name": "add", "input_schema": SCHEMA}],
@@ -146,7 +167,7 @@ def test_a_wrong_value_anywhere_is_refused_or_harmless(name: str, data: st.DataO
 def _sessions() -> Sessions:
     from agent_templates import chat_template
 
-    return Sessions(4000, chat_template("qwen3"))
+    return Sessions(4000, chat_template("qwen3-vl"))
 
 
 SESSIONS = _sessions()

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,10 +379,9 @@ def test_observations_follow_the_stop_token_that_was_sampled(world: World) -> No
         }
     )
     replica = ReplicaGroup(RolloutLayout.consecutive(1, 1), world.rank, world.heartbeat)
-    source: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=len(tokenizer), vision=None))
     ends = own_end_tokens(tokenizer)
-    episodes = make_episodes(config, world, replica, source, tokenizer, ends)
-    assert episodes is not None and ends == (0, 2)
+    episodes = make_episodes(config, world, replica, tokenizer, ends, len(tokenizer), None)
+    assert ends == (0, 2)
     found = episodes._encoder([{"role": "tool", "content": "42"}])
     assert isinstance(found, Observed)
     said = tokenizer.decode(found.tokens)

@@ -37,6 +37,7 @@ FORMS: dict[str, Any] = {
     "openai": {"type": "image_url", "image_url": {"url": URI, "detail": "high"}},
     "responses": {"type": "input_image", "image_url": URI},
     "qwen": {"type": "image", "image": URI},
+    "anthropic": {"type": "image", "source": {"type": "base64", "data": URI.split(",")[1]}},
     "bytes": {"type": "image", "image": PNG},
     "datasets": {"type": "image", "image": {"bytes": PNG, "path": None}},
     "pillow": {"type": "image", "image": PICTURE},

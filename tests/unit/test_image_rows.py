@@ -573,7 +573,7 @@ def test_images_that_were_decoded_ahead_are_not_decoded_again(
 ) -> None:
     """Even if all of them exceed the memory of recent images."""
     processor, decodes = images.processor, list[int]()
-    monkeypatch.setattr(vision_images, "_RECENT", vision_images._Recent(1))
+    monkeypatch.setattr(vision_images, "_RECENT", vision_images.Recent(1))
     monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 3 * 24 * 24 * 3)
     resized = ImageProcessor.resized
 

@@ -142,7 +142,9 @@ class ImageInputs(ExtraInputs):
 
 def _images_of(batch: RolloutBatch, index: int) -> tuple[Content, ...]:
     """Returns a sample's images, whose places are among its tokens. They must be on this rank."""
-    found, blob = batch.prompts[index].contents, batch.blobs.get(RESPONSE_CONTENTS)
+    # The sequences of agents do not begin with the prompt of their row.
+    found = batch.prompts[index].contents if batch.sequence_B is None else ()
+    blob = batch.blobs.get(RESPONSE_CONTENTS)
     if blob is None:
         return found
     rows_N = row_places(batch.of_held(blob.num_rows_B), batch.places_of(torch.tensor([index])))

@@ -13,11 +13,11 @@ import math
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from hybridrl.models.vision.shape import VisionShape
 if TYPE_CHECKING:
     from PIL import Image
 
+Value = TypeVar("Value")
 IMAGE = "image"
 """Kind of the contents that this module makes."""
 FILE, GRID = "file", "grid"  # arrays of such a content
@@ -168,6 +169,13 @@ def opened(data: bytes) -> Image.Image:
     return image
 
 
+def media_type(data: bytes) -> str:
+    """Returns the media type of an image's file, such as `image/png`. Raises as `opened`."""
+    from PIL import Image
+
+    return Image.MIME[str(opened(data).format)]
+
+
 def _most() -> str:
     return f"at most {MAX_DECODED_PIXELS} pixels"
 
@@ -246,32 +254,34 @@ def fitted_size(
     return high, wide
 
 
-class _Recent:
-    """The most recently used patches of images, for all models of the process."""
+class Recent(Generic[Value]):
+    """The most recently used values of images, of at most `max_bytes` in total."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        self._found: OrderedDict[tuple[object, ...], NDArray[np.uint8]] = OrderedDict()
+        self._found: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: tuple[object, ...]) -> NDArray[np.uint8] | None:
-        """Returns the patches with this key, if they are still here."""
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key)
-
-    def add(self, key: tuple[object, ...], patches: NDArray[np.uint8]) -> None:
-        """Adds patches, and removes the oldest if they exceed the limit."""
+    def get(self, key: Hashable) -> Value | None:
+        """Returns the value with this key, if it is still here."""
         with self._lock:
             if key not in self._found:
-                self._found[key] = patches
-                self._bytes += patches.nbytes
+                return None
+            self._found.move_to_end(key)
+            return self._found[key][0]
+
+    def add(self, key: Hashable, value: Value, num_bytes: int) -> None:
+        """Adds a value, and removes the oldest if they exceed the limit."""
+        with self._lock:
+            if key not in self._found:
+                self._found[key] = value, num_bytes
+                self._bytes += num_bytes
             while self._bytes > self._max_bytes and len(self._found) > 1:
-                self._bytes -= self._found.popitem(last=False)[1].nbytes
+                self._bytes -= self._found.popitem(last=False)[1][1]
 
 
-_RECENT = _Recent(CACHE_BYTES)
+# Patches, for all models of the process.
+_RECENT: Recent[NDArray[np.uint8]] = Recent(CACHE_BYTES)
 
 
 class ImageProcessor:
@@ -334,7 +344,7 @@ class ImageProcessor:
         blocks = pixels.reshape(high // merge, merge, patch, wide // merge, merge, patch, 3)
         made = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
         made = made.reshape(high * wide, 3, patch, patch)
-        _RECENT.add(key, made)
+        _RECENT.add(key, made, made.nbytes)
         return made
 
     def num_bytes(self, content: Content) -> int:
