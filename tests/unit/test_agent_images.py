@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_programs import APIS, pictures, png, uri
 from agent_server import Served
 from agent_templates import chat_template, images_of
+from command_line import ROOT
 from test_agents_endpoint import PATHS, TESTS, other_python, post
 from test_agents_sessions import Agent, result_of
 from test_image_rows import PNG, images, load, tokenizer
+from tiny_images import PREPROCESSING
 
 from hybridrl.agents.conversation import BadRequest, Conversation
 from hybridrl.agents.samples import Row
 from hybridrl.agents.task_images import ImageReader, prompt_with_images
+from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import Producer, RolloutBatch
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.response_contents import with_contents
@@ -25,6 +29,7 @@ from hybridrl.data.images import ImageTokens
 from hybridrl.environments.image_parts import MAX_FILE_BYTES
 from hybridrl.generation.responses import AgentResponse, AgentSequence, completion_from_json
 from hybridrl.generation.saved_rollouts import saved_fields
+from hybridrl.loop.preflight import model_violations
 from hybridrl.models.megatron.image_inputs import _images_of
 from hybridrl.models.vision.images import FILE
 from hybridrl.rollout.engine import Completion
@@ -285,3 +290,22 @@ def test_templates_receive_only_the_place_of_a_picture() -> None:
     """A template may print whole parts."""
     (message,) = chat_template(FAMILY).prepared([shown(png(1))])
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": "look"}]
+
+
+def test_agents_with_pictures_need_a_chat_template(tmp_path: Path) -> None:
+    content = json.loads((ROOT / "benchmarks" / "models" / "qwen3-vl-4b.json").read_text())
+    rule = {**PREPROCESSING, "patch_size": content["vision_config"]["patch_size"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(rule))
+
+    def found(**sections: Any) -> list[str]:
+        config = {"run": {"name": "a"}, "model": {"init": str(tmp_path)}, **sections}
+        config |= {"algorithm": {"name": "grpo"}, "reward": {"function": "exact_match"}}
+        config |= {"data": {"max_prompt_tokens": 2048}, "steps": {"samples_per_prompt": 2}}
+        return [str(one) for one in model_violations(load_config_dict(config), 1)[1]]
+
+    agent = {"command": "true"}
+    (refused,) = [one for one in found(agent=agent) if "template" in one]
+    assert refused.startswith("model.tokenizer") and "which has no chat template" in refused
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert found(agent=agent) == found() == []
