@@ -126,6 +126,7 @@ def take(request: dict[str, Any], received: list[int], set_by_imports: dict[str,
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update({**set_by_imports, **request["environment"]})
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # until the process ends
     sys.stdout = sys.__stdout__ = _text(1, is_unbuffered)

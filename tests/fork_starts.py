@@ -97,9 +97,10 @@ READ_AT_IMPORT = (
     "TRITON_",
     "XDG_",
 )
-# The server's child looks at the first three itself. The others are set by imports and
+# The server's child looks at the first four itself. The others are set by imports and
 # engines, in the tests' own process too. vLLM looks at its variables when it needs them.
 MAY_DIFFER = (
+    "PYTHONDONTWRITEBYTECODE",
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER",

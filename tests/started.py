@@ -36,6 +36,7 @@ def main() -> None:
         "parent": os.getppid(),
         "session": os.getsid(0),
         "input": sys.stdin.read(),
+        "writes_bytecode": not sys.dont_write_bytecode,
     }
     print(json.dumps(found))
 

@@ -48,7 +48,7 @@ def test_a_forked_process_finds_what_its_starter_gave_it(
     tmp_path: Path, cold: list[object]
 ) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    environment = {**os.environ, "A_VARIABLE": "given"}
+    environment = {**os.environ, "A_VARIABLE": "given", "PYTHONDONTWRITEBYTECODE": "1"}
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit[0] - 1, limit[1]))
     try:
         done = started(
@@ -67,7 +67,7 @@ def test_a_forked_process_finds_what_its_starter_gave_it(
     assert told["folder"] == str(tmp_path) and told["variable"] == "given"
     assert told["first"] == str(STARTED.parent) and told["input"] == "what is read"
     assert told["files"] == limit[0] - 1 and told["parent"] == os.getpid()
-    assert told["session"] != os.getsid(0)
+    assert told["session"] != os.getsid(0) and not told["writes_bytecode"]
     assert cold == []
 
 
