@@ -97,13 +97,16 @@ def with_template(model: Path, folder: Path) -> Path:
     return copy
 
 
-def test_agents_see_pictures_of_rows_and_tools(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
+)
+def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path: Path) -> None:
     """Transformers is the oracle for engine and trainer; branches differ only in pictures."""
     config = {
         "run": {"name": "agents", "dir": str(tmp_path)},
         "model": {"init": str(with_template(data / "model", tmp_path))},
         "train": {"freeze": [], "micro_batch_tokens": 512},
-        "rollout": {"max_new_tokens": 90},
+        "rollout": {"engine": engine, "max_new_tokens": 90},
         "algorithm": {"name": "grpo"},
         "data": {"prompts": str(data / "train.jsonl"), "max_prompt_tokens": 32},
         "agent": {"function": "own_agents:seeing"},
