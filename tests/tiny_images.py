@@ -19,7 +19,7 @@ from hybridrl.contracts.prompts import Content
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 
 # Tiny models with images.
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 TOKEN, START, END = (
     WITH_IMAGES[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end")
 )

@@ -156,6 +156,13 @@ WITH_WINDOWS = {
         "fullatt_block_indexes": [1],
     },
 }
+# Five frequencies of a quarter of each head, which three positions share unevenly.
+HYBRID_WITH_IMAGES = {
+    **HYBRID,
+    "head_dim": 40,
+    "rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [2, 2, 1]},
+    "tie_word_embeddings": False,
+}
 # What vLLM's kernels have on CPU.
 WIDE_HYBRID = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
@@ -228,7 +235,8 @@ def tiny_model(
     part of each head turns), gemma2 (soft caps, windows in turn), gemma3_text (two kinds of
     positions), qwen3_vl (a vision tower), qwen3_vl_moe (the same with `dense_layers` among those
     with experts), qwen2_5_vl (a tower with windows, biases), qwen3_5_text
-    (gated delta nets and gated attention), qwen3_5_halves (the same, delta nets first),
+    (gated delta nets and gated attention), qwen3_5 and qwen3_5_moe (qwen3_5_text and
+    qwen3_5_moe_text with a tower), qwen3_5_halves (the same, delta nets first),
     qwen3_5_moe_text (as qwen3_5_text with experts, and a shared expert with its gate), qwen3_next
     (the same, with `dense_layers`; projections of delta nets are grouped by heads),
     qwen3_moe (with `dense_layers` among those with experts), mixtral, qwen2_moe (biases, a shared
@@ -340,6 +348,19 @@ def tiny_model(
             own["text_config"] |= {"head_dim": 64, "rope_parameters": rope}
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
         model = hf.Qwen3VLMoeForConditionalGeneration(hf.Qwen3VLMoeConfig(**own))
+    elif name in ("qwen3_5", "qwen3_5_moe"):
+        own = copy.deepcopy(WITH_IMAGES)
+        text = own["text_config"] = sizes | copy.deepcopy(HYBRID_WITH_IMAGES)
+        if wide:
+            text |= WIDE_HYBRID
+            text["rope_parameters"]["mrope_section"] = [3, 3, 2]
+        own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
+        del own["vision_config"]["deepstack_visual_indexes"]
+        if name == "qwen3_5":
+            model = hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(**own))
+        else:
+            text |= SHARED_EXPERT
+            model = hf.Qwen3_5MoeForConditionalGeneration(hf.Qwen3_5MoeConfig(**own))
     elif name == "qwen2_5_vl":
         own = copy.deepcopy(WITH_WINDOWS) | {"text_config": sizes | WITH_WINDOWS["text_config"]}
         if wide:
@@ -354,14 +375,14 @@ def tiny_model(
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_norm = ("norm" in parameter_name or "ln_q" in parameter_name) and not name.startswith(
-            CENTERED
-        )
+        is_norm = "norm" in parameter_name or "ln_q" in parameter_name
+        if name.startswith(CENTERED):  # but no norm of a vision tower
+            is_norm = is_norm and ".visual." in parameter_name
         # The norm in a gated delta net is not centered. Larger decays would forget too soon.
         shift = 1.0 if is_norm or "linear_attn.norm" in parameter_name else 0.0
         shift = -1.5 if parameter_name.endswith("A_log") else shift
         scale = 0.1
-        if hasattr(model.config, "linear_key_head_dim"):
+        if hasattr(model.config.get_text_config(), "linear_key_head_dim"):
             # Smaller keys and embeddings are so short that their normalization magnifies rounding.
             is_embedding = parameter_name.endswith("embed_tokens.weight")
             scale = 0.45 if "conv1d" in parameter_name else 0.3 if is_embedding else scale

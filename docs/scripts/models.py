@@ -83,6 +83,8 @@ RAN = {
         OnGpus("Qwen3.5-4B: GRPO steps", f"{RESULTS}/step_qwen35_h200.json", "qwen3.5-4b"),
     ),
     "qwen3_5_moe_text": Ran(HYBRID_EXPERTS, VLLM),
+    "qwen3_5": Ran(("TP2", "PP2", "TP2 PP2"), VLLM),
+    "qwen3_5_moe": Ran(("PP2", "TP2 EP2", "TP2 PP2 EP2"), VLLM),
     "qwen3_next": Ran(HYBRID_EXPERTS, VLLM),
     "qwen3_moe": Ran(
         (*EXPERTS, "TP4 EP2 ETP2"),

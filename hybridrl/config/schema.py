@@ -68,7 +68,7 @@ class ModelConfig(Section):
     """The policy model. Set exactly one of `path` and `init`."""
 
     family: str | None = None
-    """Name of a model family, or 'package.module:FAMILY' for your own. By default config.json determines it."""
+    """Name of a model family, or 'package.module:FAMILY' for your own. By default config.json determines it. 'qwen3_5' and 'qwen3_5_moe' train Qwen3.5 with images; by default it is trained as a text model."""
     path: str | None = None
     """HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. If it is null, `init` is used."""
     init: str | None = None

@@ -49,10 +49,10 @@ def tokenizer_directory(model: ModelConfig) -> Path:
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the model's config.json, or the text part of a multimodal model; ModelError if
-    damaged.
+    """Returns the model's config.json, or the text part of a multimodal model (`text_part`).
+    ModelError if damaged.
     """
     file = Path(os.path.expanduser(model.init or ""))
     if model.init is None or not os.path.isfile(file):
         file = model_directory(model, weights=False) / "config.json"
-    return text_part(read_json_object(file, ModelError))
+    return text_part(read_json_object(file, ModelError), model.family)

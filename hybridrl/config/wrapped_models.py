@@ -1,8 +1,9 @@
 """Reads the text part of multimodal models, whose config.json nests it in `text_config`.
 
 Other modules see the text part's sizes at the top level of config.json, and the whole file under
-`WRAPPER`, from which exports restore it. Some models are trained as their text part alone; exports
-then also restore the prefix of the tensors' names.
+`WRAPPER`, from which exports restore it. Qwen3.5 is trained as its text part alone, unless
+`model.family` names the multimodal model; exports then also restore the prefix of the tensors'
+names.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class TextPart:
     Args:
         model_type, architecture: Entries of config.json with which the model is read.
         text_type: `model_type` of the text part in the file.
+        with_images: Architecture with which the model is read if `model.family` is the wrapper's
+            `model_type`; empty if `model.family` has no effect.
         has_short_names: Whether files name tensors `model.*` and `visual.*`. Published files of
             such a model have the text part's sizes at the top level of config.json.
         for_engines: Keys that engines need in the text part, with transformers' defaults.
@@ -49,13 +52,9 @@ class TextPart:
     model_type: str
     architecture: str
     text_type: str
+    with_images: str = ""
     has_short_names: bool = False
     for_engines: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether hybridrl trains the model with images, rather than its text part alone."""
-        return self.model_type != self.text_type
 
 
 # By the wrapper's model_type.
@@ -63,8 +62,18 @@ WRAPPED: Mapping[str, TextPart] = {
     "qwen2_5_vl": TextPart(
         "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", has_short_names=True
     ),
-    "qwen3_5": TextPart("qwen3_5_text", "Qwen3_5ForCausalLM", "qwen3_5_text"),
-    "qwen3_5_moe": TextPart("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "qwen3_5": TextPart(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        with_images="Qwen3_5ForConditionalGeneration",
+    ),
+    "qwen3_5_moe": TextPart(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        with_images="Qwen3_5MoeForConditionalGeneration",
+    ),
     "qwen3_vl": TextPart("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
     "qwen3_vl_moe": TextPart(
         "qwen3_vl_moe",
@@ -75,8 +84,11 @@ WRAPPED: Mapping[str, TextPart] = {
 }
 
 
-def text_part(content: dict[str, Any]) -> dict[str, Any]:
+def text_part(content: dict[str, Any], family: str | None = None) -> dict[str, Any]:
     """Returns the text part of a multimodal model's config.json; leaves others unchanged.
+
+    Args:
+        family: Value of `model.family`.
 
     Raises:
         ModelError: The text part is missing, or contradicts the rest of the file.
@@ -97,7 +109,12 @@ def text_part(content: dict[str, Any]) -> dict[str, Any]:
     if len(ties) > 1:
         allowed = f"the same as {TEXT}.tie_word_embeddings"
         raise _fault("tie_word_embeddings", content["tie_word_embeddings"], allowed)
-    names = {"model_type": part.model_type, "architectures": [part.architecture]}
+    names: dict[str, Any] = {
+        "model_type": part.model_type,
+        "architectures": [part.architecture],
+    }
+    if part.with_images and family == model_type:
+        names = {"model_type": model_type, "architectures": [part.with_images]}
     return {**common, **nested, **names, WRAPPER: content}
 
 
@@ -130,8 +147,8 @@ def wrapped_for_engines(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_images(content: Mapping[str, Any]) -> bool:
-    """Whether hybridrl trains the model of a config.json with images."""
-    return WRAPPER in content and WRAPPED[content[WRAPPER]["model_type"]].has_images
+    """Whether hybridrl trains the model of a config.json with images, or its text part alone."""
+    return WRAPPER in content and content["model_type"] == content[WRAPPER]["model_type"]
 
 
 def wrapped_name(name: str) -> str:

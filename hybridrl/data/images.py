@@ -384,7 +384,10 @@ def refuse_images(row: Row) -> DataError:
     """Returns the error for images that the model cannot read; the task needs them."""
     got = f"{len(row.images)} images" if len(row.images) > 1 else "an image"
     allowed = "rows of text, because the model reads no images"
-    remedy = "Remove such rows, or choose a model with a vision tower (docs/guides/images.md)."
+    remedy = (
+        "Remove such rows, or choose a model with a vision tower; for Qwen3.5, set "
+        "model.family=qwen3_5 or qwen3_5_moe (docs/guides/images.md)."
+    )
     return DataError(row.place, got, allowed, remedy)
 
 

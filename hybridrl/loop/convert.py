@@ -83,7 +83,7 @@ def _to_megatron(
     world: World, sizes: tuple[int, int], source: Path, target: Path, family_key: str | None
 ) -> None:
     with world.all_agree("reading the HF directory"):
-        hf_config = read_config(source)
+        hf_config = read_config(source, family_key)
         family, shape = read_model(family_key, hf_config)
         dtypes, shapes = HfCheckpoint(source).dtypes, hf_shapes(family, shape)
         own = [name for name in shapes if name in dtypes and not is_kept_in_fp32(name)]

@@ -42,7 +42,7 @@ from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
 # Families whose experts PEFT 0.21 does not stack, because it lacks a rule for their `model_type`.
-UNSTACKED_BY_PEFT = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
+UNSTACKED_BY_PEFT = ("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
 _PARTIAL = ".*.partial"  # folders that a killed run left behind
 

@@ -218,7 +218,7 @@ def validate_conversion(
     if to == "megatron":
         if base is not None:
             raise _no_base(base, "--to megatron")
-        hf_config = read_config(source)
+        hf_config = read_config(source, family)
         check_weights(source, family, hf_config)
     else:
         checkpoint, state = open_checkpoint(source)

@@ -91,7 +91,7 @@ def run(folder: Path, layout: TrainLayout, recompute: str, frozen: str, budget: 
     platform = Platform.detect()
     mesh = Mesh(World(platform, 120), layout)
     platform.seed(1)
-    hf_config = read_config(folder)
+    hf_config = read_config(folder, folder.name)
     family, shape = read_model(None, hf_config)
     source = ModelSource(family, hf_config, torch.float32, family.name, folder)
     freeze = FREEZE[frozen]

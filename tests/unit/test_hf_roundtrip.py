@@ -35,6 +35,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -123,13 +125,17 @@ TOWER = {
     "num_position_embeddings": 9,
     "deepstack_visual_indexes": [1],
 }
+PLAIN_TOWER = {key: value for key, value in TOWER.items() if "deepstack" not in key}
+PARTIAL_MROPE = {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5}}
+IMAGE_TOKENS = {"image_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
 WITH_IMAGES: dict[str, PreTrainedConfig] = {
     "qwen3_vl": Qwen3VLConfig(
         text_config=SIZES | SMALL_MROPE,
         vision_config=TOWER,
-        image_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=5,
+        **IMAGE_TOKENS,
+    ),
+    "qwen3_5": Qwen3_5Config(
+        text_config=SIZES | HYBRID | PARTIAL_MROPE, vision_config=PLAIN_TOWER, **IMAGE_TOKENS
     ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
         text_config={key: value for key, value in SIZES.items() if key != "head_dim"} | SMALL_MROPE,
@@ -143,9 +149,7 @@ WITH_IMAGES: dict[str, PreTrainedConfig] = {
             "out_hidden_size": SIZES["hidden_size"],
             "fullatt_block_indexes": [1],
         },
-        image_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=5,
+        **IMAGE_TOKENS,
     ),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 8}
@@ -158,9 +162,12 @@ CONFIGS_WITH_EXPERTS: dict[str, PreTrainedConfig] = {
         | {"moe_intermediate_size": 16, "mlp_only_layers": [1], "tie_word_embeddings": False},
         vision_config=TOWER,
         tie_word_embeddings=False,
-        image_token_id=3,
-        vision_start_token_id=4,
-        vision_end_token_id=5,
+        **IMAGE_TOKENS,
+    ),
+    "qwen3_5_moe": Qwen3_5MoeConfig(
+        text_config=SIZES | HYBRID | SHARED_EXPERT | PARTIAL_MROPE,
+        vision_config=PLAIN_TOWER,
+        **IMAGE_TOKENS,
     ),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=24, mlp_only_layers=[1]),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS),
@@ -190,11 +197,10 @@ LAYOUTS_WITH_EXPERTS = (
 
 def _save(name: str, folder: Path, **options: Any) -> PreTrainedModel:
     torch.manual_seed(3)
-    if "_vl" in name:
-        config = (WITH_IMAGES | CONFIGS_WITH_EXPERTS)[name]
-        model = AutoModelForImageTextToText.from_config(config)
-    else:
-        model = AutoModelForCausalLM.from_config((CONFIGS | CONFIGS_WITH_EXPERTS)[name])
+    config = (CONFIGS | WITH_IMAGES | CONFIGS_WITH_EXPERTS)[name]
+    has_tower = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    model = auto.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -211,10 +217,16 @@ def _execute(plan: Plan, sources: list[dict[str, Tensor]], dests: list[dict[str,
             box_view(dests[op.dest_rank][op.dest], op.dest_box).copy_(source)
 
 
+def _read(folder: Path) -> dict[str, Any]:
+    """Returns a directory's config.json, of a model with its vision tower if it has one."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    return read_config(folder, model_type)
+
+
 def _load_all_ranks(
     folder: Path, layout: TrainLayout, dtype: torch.dtype = torch.float32
 ) -> tuple[list[RankLayout], list[dict[str, Tensor]], dict[str, tuple[int, ...]]]:
-    hf_config = read_config(folder)
+    hf_config = _read(folder)
     family = resolve_family(None, hf_config)
     shape = family.shape(hf_config)
     shapes = hf_shapes(family, shape)
@@ -243,7 +255,9 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
         wanted = {n: t.clone() for n, t in checkpoint_tensors(model, hf_config).items()}
     else:  # what transformers stacks in memory is a tensor an expert on disk
         wanted = {
-            n: t for f in (tmp_path / "in").glob("*.safetensors") for n, t in load_file(f).items()
+            text_name(n): t
+            for f in (tmp_path / "in").glob("*.safetensors")
+            for n, t in load_file(f).items()
         }
     for layout in LAYOUTS_WITH_EXPERTS if name in CONFIGS_WITH_EXPERTS else LAYOUTS:
         if layout.etp > 1 and name == "gpt_oss":
@@ -258,7 +272,7 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
         for key, tensor in wanted.items():
             assert torch.equal(back[key], tensor), (layout, key)
     out = tmp_path / "out"
-    config = exported_config(read_config(tmp_path / "in"), "lm", None)
+    config = exported_config(_read(tmp_path / "in"), "lm", None)
     with HfWriter(out, shapes, torch.float32, config, max_shard_bytes=40_000) as writer:
         for key in reversed(shapes):  # any order will do
             writer.write(key, back[key])
@@ -268,7 +282,7 @@ def test_hf_round_trip_is_bitwise_in_every_layout(
     )
     assert written == given
     again = type(model).from_pretrained(out)
-    assert read_config(out)["architectures"] == [type(model).__name__]
+    assert _read(out)["architectures"] == [type(model).__name__]
     assert without_origin(again.config.to_dict()) == without_origin(model.config.to_dict())
     for (key, tensor), (_, found) in zip(
         model.state_dict().items(), again.state_dict().items(), strict=True

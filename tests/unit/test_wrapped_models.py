@@ -11,14 +11,15 @@ import torch
 from layout_tensors import allocate
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from hybridrl.config.wrapped_models import text_part, wrapped, wrapped_name
+from hybridrl.config.wrapped_models import has_images, text_part, wrapped, wrapped_name
 from hybridrl.errors import CheckpointError, ModelError
 from hybridrl.metrics.flops import attended_pairs, attention_length, forward_flops, matmul_params
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
+from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.hf.shards import HfWriter, KeptTensors, load_hf
 from hybridrl.models.megatron.rotary_positions import axes_of
 from hybridrl.models.mixers import DeltaShape, mixer_rules
@@ -145,6 +146,52 @@ def test_towers_that_transformers_would_build_differently_are_refused(
     vision = {**QWEN2_5_VL["vision_config"], **change}  # type: ignore[dict-item]
     with pytest.raises(ModelError, match=key):
         read_model(None, text_part({**QWEN2_5_VL, "vision_config": vision}))
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "qwen3.5-35b-a3b"])
+def test_published_models_have_a_tower_if_the_family_names_it(name: str) -> None:
+    """Without the name, the same directory is a text model, as before towers were supported."""
+    given = json.loads((MODELS / name / "config.json").read_text())
+    content = text_part(given, given["model_type"])
+    assert has_images(content) and not has_images(text_part(given))
+    assert text_part(content) == content  # as stored in a checkpoint
+    family, shape = read_model(given["model_type"], content)
+    assert read_model(None, content) == (family, shape)
+    text, text_shape = read_model("qwen3_5_text" if shape.moe is None else None, text_part(given))
+    assert (text.name, text_shape.vision) == (f"{family.name}_text", None)
+    rotary = family.model_keywords(content)["rotary"]
+    axes = axes_of(rotary).tolist()
+    assert (rotary.share, axes) == (0.25, [*[0, 1, 2] * 10, 0, 1])
+    with torch.device("meta"):
+        parsed = AutoConfig.for_model(**copy.deepcopy(given))
+        model = AutoModelForImageTextToText.from_config(parsed)
+    shapes = hf_shapes(family, shape)
+    own = sum(torch.Size(size).numel() for size in shapes.values())
+    assert own == sum(parameter.numel() for parameter in model.parameters())
+    # The vision part of a text model, and the layer for multi-token prediction of both.
+    visual = [one for one in shapes if one.startswith("model.visual.")]
+    stored = [*visual, "mtp.fc.weight"]
+    assert passed_over(stored, shapes) == ("mtp.fc.weight",)
+    assert list(passed_over(stored, hf_shapes(text, text_shape))) == stored
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "key"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [5]}, r"deepstack_visual_indexes"),
+        ("vision_config", {"out_hidden_size": 64}, r"vision_config\.out_hidden_size"),
+        ("text_config", {"rope_parameters": {"mrope_section": [24, 20, 20]}}, r"the sum 32"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, r"mrope_interleaved"),
+    ],
+)
+def test_other_towers_of_qwen3_5_are_refused(
+    part: str, change: dict[str, object], key: str
+) -> None:
+    given = json.loads((MODELS / "qwen3.5-4b" / "config.json").read_text())
+    with pytest.raises(ModelError, match=key):
+        read_model("qwen3_5", text_part({**given, part: given[part] | change}, "qwen3_5"))
+    with pytest.raises(ModelError, match=r"a family that describes Qwen3_5ForCausalLM"):
+        read_model("qwen3_5", given["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]})
 
 
 def test_layouts_that_split_a_recurrence_are_refused() -> None:

@@ -6,6 +6,8 @@ FAMILIES: dict[str, str] = {
     "qwen3": "hybridrl.models.families.qwen3:FAMILY",
     "qwen3_vl": "hybridrl.models.families.qwen3_vl:FAMILY",
     "qwen3_vl_moe": "hybridrl.models.families.qwen3_vl_moe:FAMILY",
+    "qwen3_5": "hybridrl.models.families.qwen3_5_vl:FAMILY",
+    "qwen3_5_moe": "hybridrl.models.families.qwen3_5_vl:FAMILY_WITH_EXPERTS",
     "qwen3_5_text": "hybridrl.models.families.qwen3_5:FAMILY",
     "qwen3_5_moe_text": "hybridrl.models.families.qwen3_5_moe:FAMILY",
     "qwen3_next": "hybridrl.models.families.qwen3_next:FAMILY",

@@ -6,7 +6,7 @@ added after the first decoder layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hybridrl.models.families.decoder import decoder_shape
 from hybridrl.models.families.reading import refusal, require
 from hybridrl.models.families.with_images import (
     ROPE,
+    TOKENS,
     VISION,
     Tensors,
     family_with_images,
@@ -51,6 +52,7 @@ VISION_DEFAULTS = {
     "initializer_range": 0.02,
     "rope_parameters": ROPE,
 }
+FIXED = ("hidden_act", "rope_parameters")
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
@@ -59,16 +61,30 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return with_tower(hf_config, sizes, "qwen3_vl")
 
 
-def with_tower(hf_config: HfConfig, sizes: ModelShape, kind: str) -> ModelShape:
+def with_tower(
+    hf_config: HfConfig,
+    sizes: ModelShape,
+    kind: str,
+    defaults: Mapping[str, Any] = VISION_DEFAULTS,
+    fixed: Collection[str] = FIXED,
+    tokens: Mapping[str, int] = TOKENS,
+) -> ModelShape:
+    """Adds a tower of Qwen3-VL's kind to a decoder's sizes.
+
+    Args:
+        kind: See `VisionShape`.
+        defaults, fixed: See `vision_config`.
+        tokens: Ids of special tokens, if config.json does not say.
+    """
     whole = wrapper_of(hf_config)
-    config = vision_config(whole, VISION_DEFAULTS, ("hidden_act", "rope_parameters"))
+    config = vision_config(whole, defaults, fixed)
     key = "deepstack_visual_indexes"
     num_deep = len(layers_below(config, key))
     if num_deep > sizes.num_layers:
         allowed = f"at most one for each of the {sizes.num_layers} decoder layers"
         raise refusal(f"{VISION}.{key}", config[key], allowed)
     tensors = _tensors(config, num_deep)
-    vision = vision_shape(kind, whole, config, tensors, sizes, deepstack_layers=num_deep)
+    vision = vision_shape(kind, whole, config, tensors, sizes, tokens, deepstack_layers=num_deep)
     return replace(sizes, vision=vision)
 
 

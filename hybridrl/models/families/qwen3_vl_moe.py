@@ -7,7 +7,7 @@ Files store the experts of a layer as one tensor of transposed matrices (models/
 from __future__ import annotations
 
 from hybridrl.models.families import qwen3_moe, qwen3_vl
-from hybridrl.models.families.decoder import decoder_shape
+from hybridrl.models.families.decoder import decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     ExpertNames,
     expert_rows,
@@ -38,7 +38,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
 
 
 def _rows(shape: ModelShape) -> tuple[Row, ...]:
-    return expert_rows(shape, ExpertNames())
+    return decoder_rows(shape, expert_rows(shape, ExpertNames()))
 
 
 FAMILY = family_with_images(
@@ -49,6 +49,6 @@ FAMILY = family_with_images(
     sections=(24, 20, 20),
     do_sections_alternate=True,
     config_keys=qwen3_moe.KEYS,
-    expert_rows=_rows,
+    rows=_rows,
     keywords=renormalized_config,
 )

@@ -76,13 +76,14 @@ def vision_shape(
     config: Mapping[str, Any],
     tensors: Tensors,
     text: ModelShape,
+    default_tokens: Mapping[str, int] = TOKENS,
     **more: int,
 ) -> VisionShape:
     """Returns a tower's sizes; ModelError if it does not fit the decoder or the vocabulary."""
     if vision_size(config, "out_hidden_size") != text.hidden_size:
         allowed = f"text_config.hidden_size = {text.hidden_size}"
         raise refusal(f"{VISION}.out_hidden_size", config["out_hidden_size"], allowed)
-    tokens = {key: whole.get(key, default) for key, default in TOKENS.items()}
+    tokens = {key: whole.get(key, default) for key, default in default_tokens.items()}
     for key, token in tokens.items():
         if type(token) is not int or not 0 <= token < text.vocab_size:
             raise refusal(key, token, f"a token below vocab_size = {text.vocab_size}")
@@ -127,13 +128,18 @@ def _row(name: str, shape: tuple[int, ...]) -> Row:
 
 
 def _sections(
-    hf_config: HfConfig, default: tuple[int, int, int], can_alternate: bool
+    hf_config: HfConfig, default: tuple[int, int, int], can_alternate: bool, share: float
 ) -> tuple[int, int, int]:
-    """Reads how many frequencies belong to time, height and width."""
+    """Reads how many frequencies belong to time, height and width.
+
+    Args:
+        share: Share of each head that rotates.
+    """
     rope, key = rope_parameters(hf_config)
     given = rope.get("mrope_section", default)
     heads = size(hf_config, "num_attention_heads")
-    half = size(hf_config, "head_dim", size(hf_config, "hidden_size") // heads) // 2
+    head_dim = size(hf_config, "head_dim", size(hf_config, "hidden_size") // heads)
+    half = int(head_dim * share) // 2
     is_list = isinstance(given, list | tuple) and len(given) == 3
     if not is_list or not all(type(one) is int and one > 0 for one in given) or sum(given) != half:
         raise refusal(f"{key}.mrope_section", given, f"three numbers with the sum {half}")
@@ -158,8 +164,9 @@ def family_with_images(
     sections: tuple[int, int, int],
     do_sections_alternate: bool,
     config_keys: Collection[str] = (),
-    expert_rows: Callable[[ModelShape], Sequence[Row]] = lambda _: (),
+    rows: Callable[[ModelShape], Sequence[Row]] = decoder_rows,
     keywords: Callable[[HfConfig, ModelShape], dict[str, Any]] = lambda *_: {},
+    rotary_share: float | None = None,
 ) -> Family:
     """Creates the family of a llama-shaped decoder with a vision tower.
 
@@ -168,12 +175,12 @@ def family_with_images(
         defaults: Values for keys of the decoder that config.json does not contain.
         sections: Number of frequencies of time, height and width, if config.json does not say.
         do_sections_alternate: See `Rotary.has_alternating_sections`.
-        config_keys, keywords: See `decoder_family`.
-        expert_rows: Function that returns the weight rows of experts.
+        config_keys, keywords, rotary_share: See `decoder_family`.
+        rows: Function that returns the decoder's weight rows.
     """
 
-    def rows(shape: ModelShape) -> tuple[Row, ...]:
-        return (*decoder_rows(shape, expert_rows(shape)), *tower_rows(shape))
+    def all_rows(shape: ModelShape) -> tuple[Row, ...]:
+        return (*rows(shape), *tower_rows(shape))
 
     def text_keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
         return keywords(hf_config, shape) | _text_keywords(shape)
@@ -183,20 +190,21 @@ def family_with_images(
         architecture,
         shape,
         {"attention_bias", *WINDOW_KEYS, *MROPE_KEYS, *config_keys},
-        rows=rows,
+        rows=all_rows,
         keywords=text_keywords,
         defaults=defaults,
         ropes=("default",),
+        rotary_share=rotary_share,
         prepare=_without_sections,
     )
 
     def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
         found = text.model_keywords(hf_config)
-        rotary: Rotary = replace(
-            found["rotary"],
-            sections=_sections(
-                _with_known_kind({**defaults, **hf_config}), sections, do_sections_alternate
-            ),
+        rotary: Rotary = found["rotary"]
+        config = _with_known_kind({**defaults, **hf_config})
+        rotary = replace(
+            rotary,
+            sections=_sections(config, sections, do_sections_alternate, rotary.share),
             has_alternating_sections=do_sections_alternate,
         )
         return found | {"rotary": rotary, "position_embedding_type": "mrope"}

@@ -30,8 +30,11 @@ SIDE_FILES = (
 )
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path, family: str | None = None) -> dict[str, Any]:
     """Returns the contents of a directory's config.json, or of its text part if multimodal.
+
+    Args:
+        family: Value of `model.family`; see `text_part`.
 
     Raises CheckpointError if the file is missing or damaged, is not a JSON object, or repeats a
     key.
@@ -39,7 +42,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
         file = file / CONFIG_FILE
-    return text_part(read_json_object(file, CheckpointError))
+    return text_part(read_json_object(file, CheckpointError), family)
 
 
 def write_side_files(

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Qwen3VLVisionModel
+from transformers import Qwen3_5VisionModel, Qwen3VLVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     apply_rotary_pos_emb_vision,
 )
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from hybridrl.contracts.prompts import Content
@@ -26,8 +27,10 @@ from hybridrl.models.vision.shape import VisionShape
 TOWERS: Mapping[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig),
     "qwen3_vl": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
-    # transformers' own classes for it have the same modules.
+    "qwen3_5": (Qwen3_5VisionModel, Qwen3_5VisionConfig),
+    # transformers' own classes for models with experts have the same modules.
     "qwen3_vl_moe": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
+    "qwen3_5_moe": (Qwen3_5VisionModel, Qwen3_5VisionConfig),
 }
 
 
