@@ -58,6 +58,8 @@ def plain_vllm(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
         llm.add_request(f"plain-{number}", {"type": "token", "prompt_token_ids": tokens}, params)
     while llm.has_unfinished_requests():
         llm.step()
+    # Nobody else takes their tokens. Names that vLLM makes differ between ranks.
+    trainer.engine._decoding.take_steps()
 
 
 def forget_sglang(trainer: Any) -> None:
