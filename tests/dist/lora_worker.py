@@ -262,7 +262,9 @@ def check_modules_way(model: ParallelModel, batch, gradients) -> None:
     direct = [part for part in layers if part.lora_frozen is not None]
     kept = [part.lora_frozen for part in direct]
     tp, inputs = model.mesh.layout.tp, model.plan(batch).inputs
-    is_counted = tp > 1 and len(direct) == len(layers) and not model.source.shape.moe
+    shape = model.source.shape
+    is_counted = tp > 1 and len(direct) == len(layers) and not shape.moe
+    is_counted &= shape.num_kv_heads >= tp  # otherwise, Megatron gathers queries, keys and values
     if is_counted:
         with Collectives() as adapted_forward:
             response_logps(model, batch)
@@ -273,7 +275,7 @@ def check_modules_way(model: ParallelModel, batch, gradients) -> None:
             model.accumulate(inputs, objective)
         split = [one for one in update.found if one[0] in ("allgather", "reduce_scatter")]
         columns = [part for part in layers if not part.lora_is_row]
-        small = [one for one in split if one[-1] != model.source.shape.hidden_size]
+        small = [one for one in split if one[-1] != shape.hidden_size]
         widths = [part.lora_a.size(0) for part in columns] * len(inputs)
         assert all(name == "reduce_scatter" for name, *_ in small), small
         assert sorted(width for *_, width in small) == sorted(widths), small
