@@ -33,6 +33,7 @@ KNOBS = (
     "rollout.engine=hf",
     "rollout.max_new_tokens=12",
     "train.learning_rate=1e-3",
+    "train.lr_schedule=constant",  # the same whatever steps.num_steps is
     "checkpoint.copy_every=1",
     "checkpoint.every=10",
     "checkpoint.keep=2",
