@@ -40,7 +40,8 @@ RowKind = Literal[
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
-CAUSAL = "ForCausalLM"  # suffix of most architecture names
+# Suffixes of most architecture names.
+CAUSAL, WITH_IMAGES = "ForCausalLM", "ForConditionalGeneration"
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 # Suffixes of HF tensors that stay float32 in models of any data type, as in engines: 16 bits cannot
@@ -501,9 +502,10 @@ def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
             if model_type in (name, *family.other_types):
                 return family
     names = [name for family in known.values() for name in family.architectures]
-    short = [name.removesuffix(CAUSAL) for name in names if name.endswith(CAUSAL)]
-    others = [name for name in names if not name.endswith(CAUSAL)]
-    allowed = ", ".join((f"...{CAUSAL} of {', '.join(short)}", *others))
+    allowed = "; ".join(
+        f"...{suffix} of {', '.join(n.removesuffix(suffix) for n in names if n.endswith(suffix))}"
+        for suffix in (CAUSAL, WITH_IMAGES)
+    )
     found = _listed(architectures) or f"none (model_type {shown(model_type)})"
     raise ModelError(
         "config.json: architectures",

@@ -433,7 +433,7 @@ def test_model_directory_faults_are_refused_in_one_line(
             said = [f"{type(error).__name__}: {error}"]
         else:
             said = ["nothing"]
-        is_plain = said[0].isprintable() and len(said[0].replace(str(place), "")) < 600
+        is_plain = said[0].isprintable() and len(said[0].replace(str(place), "")) < 500
         took = time.monotonic() - begun
         if len(said) != 1 or expected not in said[0] or not is_plain or took > MOST_SECONDS:
             wrong[name] = [line[:300] for line in said], round(took, 1)

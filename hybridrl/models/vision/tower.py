@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,27 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Qwen3_5VisionModel, Qwen3VLVisionModel
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VisionTransformerPretrainedModel,
-    apply_rotary_pos_emb_vision,
-)
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.vision.images import GRID, ImageProcessor
 from hybridrl.models.vision.shape import VisionShape
 
-# Classes of a tower and of its configuration, by `VisionShape.kind`.
-TOWERS: Mapping[str, tuple[Any, Any]] = {
-    "qwen2_5_vl": (Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig),
-    "qwen3_vl": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
-    "qwen3_5": (Qwen3_5VisionModel, Qwen3_5VisionConfig),
-    # transformers' own classes for models with experts have the same modules.
-    "qwen3_vl_moe": (Qwen3VLVisionModel, Qwen3VLVisionConfig),
-    "qwen3_5_moe": (Qwen3_5VisionModel, Qwen3_5VisionConfig),
+# Package of transformers and a tower's class in it, by `VisionShape.kind`. Older versions do not
+# have all of them. transformers' own classes for models with experts have the same modules.
+TOWERS: Mapping[str, tuple[str, str]] = {
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_5_moe": ("qwen3_5", "Qwen3_5VisionModel"),
 }
 
 
@@ -141,11 +135,13 @@ class FusedGateMLP(torch.nn.Module):
 
 def build_tower(vision: VisionShape, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Returns a tower with unset weights. The states of random generators do not change."""
-    model, config = TOWERS[vision.kind]
+    package, name = TOWERS[vision.kind]
+    code = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    model = getattr(code, name)
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), device:
         tower: Any = model._from_config(
-            config(**vision.config), dtype=dtype, attn_implementation="sdpa"
+            model.config_class(**vision.config), dtype=dtype, attn_implementation="sdpa"
         )
         chunks = Chunks()
         for block in tower.blocks:
