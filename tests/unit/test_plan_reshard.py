@@ -49,35 +49,35 @@ QWEN25_7B = ModelShape(
 )
 
 
-@pytest.mark.parametrize("batch", some(range(NUM_BATCHES), 2))
+@pytest.mark.parametrize("batch", some(range(NUM_BATCHES), 4))
 def test_plan_gives_engines_the_slices_of_hf_tensors(batch: int) -> None:
     """Bitwise equal tensors, fewest bytes received, proven, senders balanced."""
     for seed in range(batch, NUM_CASES, NUM_BATCHES):
         check_plan(random_case(seed), seed)
 
 
-@pytest.mark.parametrize("batch", some(range(8), 1))
+@pytest.mark.parametrize("batch", some(range(4), 1))
 def test_plan_between_rank_sets_that_differ(batch: int) -> None:
     """The same where some ranks only give and some only receive."""
     kinds = set()
-    for seed in range(batch, NUM_PLACED_CASES, 8):
+    for seed in range(batch, NUM_PLACED_CASES, 4):
         case = random_placed_case(seed)
         check_plan(case, seed)
         trains, generates = set(case.trains), set(case.rollout.ranks)
         kinds.add((bool(trains & generates), trains <= generates, trains >= generates))
-    assert len(kinds) >= 4, kinds  # of: disjoint, overlapping, equal, one within the other
+    assert len(kinds) == 5, kinds  # disjoint, overlapping, equal, one within the other
 
 
-@pytest.mark.parametrize("batch", some(range(8), 1))
+@pytest.mark.parametrize("batch", some((3, 0, 1, 2), 1))
 def test_plan_brings_each_expert_to_the_ranks_that_need_it(batch: int) -> None:
     """The same with experts: dealt or cut in training, cut or whole in the engine."""
     kinds = set()
-    for seed in range(batch, NUM_EXPERT_CASES, 8):
+    for seed in range(batch, NUM_EXPERT_CASES, 4):
         case = random_case_with_experts(seed)
         check_plan(case, seed)
         whole = case.rollout_ep > 1, case.rollout.experts is not None
         kinds.add((case.train.ep > 1, case.train.etp > 1, *whole))
-    assert len(kinds) >= 8, kinds
+    assert len(kinds) >= 9, kinds
 
 
 def check_plan(case: Case, seed: int) -> None:

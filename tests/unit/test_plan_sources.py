@@ -43,7 +43,7 @@ def least_largest_sender(held: np.ndarray, needed: np.ndarray, world: int) -> fl
     )
 
 
-@pytest.mark.parametrize("batch", some(range(NUM_BATCHES), 1))
+@pytest.mark.parametrize("batch", some(range(NUM_BATCHES), 2))
 def test_largest_sender_is_within_a_slice_of_the_linear_programs_optimum(batch: int) -> None:
     for seed in range(batch, NUM_CASES, NUM_BATCHES):
         case = random_case(seed)
@@ -62,7 +62,7 @@ def test_largest_sender_is_within_a_slice_of_the_linear_programs_optimum(batch: 
 @pytest.mark.parametrize("domain_size", [1, 2, 4])
 def test_sources_are_of_the_own_node_where_it_has_any(domain_size: int) -> None:
     num_crossing = 0
-    for seed in range(8):
+    for seed in range(20):
         case = random_case(seed, world=8)
         sources, targets = case.sources(), case.targets()
         plan = plan_reshard(sources, targets, 2, domain_size)
@@ -78,7 +78,7 @@ def test_sources_are_of_the_own_node_where_it_has_any(domain_size: int) -> None:
                 if op.source_rank not in node and source.local_box == op.source_box:
                     num_crossing += 1
                     assert not any((source.hf, source.hf_box) in held[near] for near in node)
-    assert num_crossing > 10
+    assert num_crossing > 30
 
 
 @pytest.mark.parametrize("seed", some(range(50), 15))
