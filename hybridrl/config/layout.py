@@ -32,6 +32,8 @@ class LayoutConfig(Section):
     """Typical length of a prompt in tokens, used to predict times and typical memory. The default is data.max_prompt_tokens, because a plan does not read the data."""
     mean_image_tokens: int | None = Field(None, ge=0)
     """Typical number of a prompt's tokens that belong to images, used to predict times and typical memory of models that read images. The default is one image of data.max_image_pixels, or a whole prompt if that is shorter."""
+    mean_response_image_tokens: int | None = Field(None, ge=0)
+    """Typical number of a response's tokens that belong to images that an environment or an agent shows, used to predict times and typical memory of models that read images. By default none are counted, because a plan cannot know them."""
     mean_response_tokens: int | None = Field(None, ge=1)
     """Typical length of a response in tokens, used to predict times and typical memory. The default is the maximum, rollout.max_new_tokens. Whether a run fits into memory is always decided for the maximum lengths."""
     chosen_for: int | None = Field(None, ge=1)

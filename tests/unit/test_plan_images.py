@@ -21,13 +21,18 @@ from hybridrl.models.family import read_model
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import build_tower
 from hybridrl.parallel.host_gpus import Host, LocalGpu
+from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.image_costs import (
     image_tokens,
+    image_work,
     stored_bytes,
     tower_work,
-    work_for_prompts,
 )
-from hybridrl.services.planner.micro_batch_sizes import Lengths
+from hybridrl.services.planner.micro_batch_sizes import (
+    Lengths,
+    largest_micro_batch,
+    usual_micro_batches,
+)
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text
 from hybridrl.services.planner.times import packs
@@ -120,7 +125,7 @@ def test_an_image_counts_once_for_each_micro_batch_that_has_its_prompt(
 def test_several_images_of_a_prompt_do_not_attend_to_each_other(folder: Path) -> None:
     vision = thin("qwen3-vl-4b")
     sizes = ("data.max_prompt_tokens=4200", "layout.mean_image_tokens=4096")
-    work = work_for_prompts(config_of(folder, *sizes), vision, 3)
+    work = image_work(config_of(folder, *sizes), vision, 3, 8)
     assert work == tower_work(vision, 3 * 4096, 1024)
 
 
@@ -184,3 +189,67 @@ def test_plans_count_the_vision_tower(folder: Path) -> None:
     assert tokens("data.max_prompt_tokens=4096", "data.max_image_pixels=4096") == 4
     assert tokens("data.max_prompt_tokens=300") == 300
     assert tokens("layout.mean_image_tokens=7") == 7
+
+
+LATER = "layout.mean_response_image_tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "who"),
+    (
+        (("environment.name=own_environments:Pictures",), "the environment"),
+        (("agent.function=own_agents:seeing",), "agents"),
+    ),
+)
+def test_plans_count_images_of_later_turns_if_their_number_is_known(
+    folder: Path, given: tuple[str, ...], who: str
+) -> None:
+    """Each sample has its own: its engine computes them, and each micro-batch for each sample."""
+    (folder / "chat_template.jinja").write_text("{{ messages }}")  # which agents need
+    most = *given, "rollout.max_new_tokens=2048", "train.micro_batch_tokens=16384"
+    unknown, none = plan(folder, *most), plan(folder, *most, f"{LATER}=0")
+    known, more = (plan(folder, *most, f"{LATER}={number}") for number in (512, 1024))
+    assert unknown["step"]["phases_s"] == none["step"]["phases_s"]
+    for phase in ("generation", "update"):
+        times = [one["step"]["phases_s"][phase] for one in (none, known, more)]
+        assert times[0] < times[1] < times[2]
+    peak = "usual_train_peak_bytes"
+    assert none["memory"][peak] < known["memory"][peak] < more["memory"][peak]
+    lines = [
+        [line for line in plan_text(dict(one)).splitlines() if "images" in line]
+        for one in (unknown, none, known)
+    ]
+    assert [line for line in lines[0] if line not in lines[1]] == [
+        f"         images that {who} may show are not counted: set {LATER}, the mean number of a "
+        "response's tokens that belong to them"
+    ]
+    assert f"a response has 512 ({LATER})" in lines[2][0] and len(lines[2]) == 1
+
+
+def test_images_of_later_turns_count_for_each_sample_of_a_micro_batch(folder: Path) -> None:
+    given = "environment.name=own_environments:Pictures", "rollout.max_new_tokens=1024"
+    config = config_of(folder, *given, "layout.mean_image_tokens=256", f"{LATER}=512")
+    shape, one = read_model(None, text_part(content_of("qwen3-vl-4b")))[1], TrainLayout(1)
+    found = {size.image_tokens for size in usual_micro_batches(config, shape, one)}
+    # A unit has the prompt of 1,152 tokens and 4 of its 8 responses of 1,024 tokens.
+    assert found == {256 + 4 * 512}
+    largest = largest_micro_batch(config, shape, one)
+    assert largest.image_tokens == largest.positions >= max(found)
+    assert shape.vision is not None
+    work = packs(config, shape, Lengths.of(config), dp=1, cp=1, budget=8192).tower
+    of_prompts = packs(
+        config_of(folder, *given, "layout.mean_image_tokens=256"),
+        *(shape, Lengths.of(config), 1, 1, 8192),
+    ).tower
+    shown = tower_work(shape.vision, 32 * 8 * 512, 512)
+    assert work.flops - of_prompts.flops == pytest.approx(shown.flops)
+    assert work.traffic - of_prompts.traffic == pytest.approx(shown.traffic)
+
+
+def test_no_image_of_later_turns_is_missed_without_environments_that_could_show_one(
+    folder: Path,
+) -> None:
+    for given in ((), ("environment.name=calculator",)):
+        report = plan(folder, *given)
+        assert report["images"]["not_counted"] is None
+        assert "may show" not in plan_text(dict(report))

@@ -19,6 +19,7 @@ SCRATCH_HIDDEN, SCRATCH_PRODUCT = 12, 2
 TRAFFIC_HIDDEN, TRAFFIC_PRODUCT = 150, 12
 # Engines compute at most as many tokens of images at the same time, or one larger image.
 ENGINE_TOKENS = 4096
+RESPONSE_IMAGES = "layout.mean_response_image_tokens"
 
 
 class TowerWork(NamedTuple):
@@ -37,18 +38,49 @@ def image_tokens(config: Config, vision: VisionShape | None) -> int:
     return largest_image(config, vision)
 
 
-def work_for_prompts(config: Config, vision: VisionShape | None, num_prompts: float) -> TowerWork:
-    """Returns the work of forward passes over the images of usual prompts; none without a tower."""
+def shown_by(config: Config) -> str | None:
+    """Returns who may show images after the prompt, as text; None if only prompts have images."""
+    if config.agent.is_on:
+        return "agents"
+    # Environments of the package return texts only.
+    return "the environment" if ":" in (config.environment.name or "") else None
+
+
+def response_image_tokens(config: Config, vision: VisionShape | None) -> int:
+    """Returns how many tokens of a usual response belong to images; 0 if that is not known."""
+    if vision is None or shown_by(config) is None:
+        return 0
+    return min(config.layout.mean_response_image_tokens or 0, config.rollout.max_new_tokens)
+
+
+def image_work(
+    config: Config, vision: VisionShape | None, num_prompts: float, num_responses: float
+) -> TowerWork:
+    """Returns the work of forward passes over the images of usual prompts and responses.
+
+    There is none without a tower.
+    """
     if vision is None:
         return TowerWork()
-    images = image_tokens(config, vision)
-    return tower_work(vision, num_prompts * images, min(images, largest_image(config, vision)))
+    images, shown = image_tokens(config, vision), response_image_tokens(config, vision)
+    of_prompts = tower_work(
+        vision, num_prompts * images, min(images, largest_image(config, vision))
+    )
+    of_responses = tower_work(
+        vision, num_responses * shown, min(shown, _max_image_tokens(config, vision))
+    )
+    return TowerWork(
+        of_prompts.flops + of_responses.flops, of_prompts.traffic + of_responses.traffic
+    )
 
 
 def largest_image(config: Config, vision: VisionShape) -> int:
     """Returns the number of tokens of the largest image that a prompt may contain."""
-    token = (vision.patch_size * vision.merge_size) ** 2
-    return min(config.data.max_image_pixels // token, config.data.max_prompt_tokens)
+    return min(_max_image_tokens(config, vision), config.data.max_prompt_tokens)
+
+
+def _max_image_tokens(config: Config, vision: VisionShape) -> int:
+    return config.data.max_image_pixels // (vision.patch_size * vision.merge_size) ** 2
 
 
 def tower_work(vision: VisionShape, num_tokens: float, per_image: float) -> TowerWork:
@@ -89,7 +121,11 @@ def stored_bytes(vision: VisionShape, num_tokens: int, itemsize: int) -> int:
 def engine_bytes(config: Config, vision: VisionShape | None, itemsize: int) -> int:
     if vision is None:
         return 0
-    return scratch_bytes(vision, max(largest_image(config, vision), ENGINE_TOKENS), itemsize)
+    largest = largest_image(config, vision)
+    if shown_by(config) is not None:
+        most = max(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        largest = min(_max_image_tokens(config, vision), most)
+    return scratch_bytes(vision, max(largest, ENGINE_TOKENS), itemsize)
 
 
 def images_report(
@@ -100,8 +136,16 @@ def images_report(
         return None
     is_given = config.layout.mean_image_tokens is not None
     assumed = "assumed: one image of data.max_image_pixels; set layout.mean_image_tokens"
+    shown, not_counted = shown_by(config), None
+    if shown is not None and config.layout.mean_response_image_tokens is None:
+        not_counted = (
+            f"images that {shown} may show are not counted: set {RESPONSE_IMAGES}, the mean number "
+            "of a response's tokens that belong to them"
+        )
     return {
         "tokens_per_prompt": image_tokens(config, vision),
         "source": "layout.mean_image_tokens" if is_given else assumed,
+        "tokens_per_response": response_image_tokens(config, vision),
+        "not_counted": not_counted,
         "tower_bytes": itemsize * vision.num_parameters,
     }

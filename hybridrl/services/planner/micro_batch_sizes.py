@@ -12,7 +12,7 @@ from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.models.prompt_attention import LEAST_SHARED, reads_in_place
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.services.planner.image_costs import image_tokens
+from hybridrl.services.planner.image_costs import image_tokens, response_image_tokens
 from hybridrl.training.batches.branches import KEY_ROWS_PER_POSITION, most_copied_rows
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up, schedule
 from hybridrl.training.batches.prompt_sharing import (
@@ -102,12 +102,13 @@ def usual_micro_batches(
     )
     pad_total = layout.tp * pad_each * (1 if config.train.fp8 == "none" else FP8_TOKENS)
     found, images = set(), image_tokens(config, shape.vision)
+    shown = response_image_tokens(config, shape.vision)
     is_copied = lengths.prompt - 1 <= _longest_copied(config, shape, layout.cp)
-    for positions, key_rows, num_prompts in packed:
+    for positions, key_rows, num_prompts, num_samples in packed:
         padding = round_up(positions, pad_total) - positions
         rows = key_rows if is_copied else positions
-        size = MicroBatchSize(positions + padding, rows + padding, num_prompts * images)
-        found.add(size)
+        of_images = num_prompts * images + num_samples * shown
+        found.add(MicroBatchSize(positions + padding, rows + padding, of_images))
     return found
 
 
@@ -228,8 +229,10 @@ def _packed(
     multiple: int,
     pad_each: int,
     attention: int,
-) -> set[tuple[int, int, int]]:
-    """Returns (positions, rows of keys, number of prompts) of micro-batches of equal samples."""
+) -> set[tuple[int, int, int, int]]:
+    """Returns the sizes of micro-batches of equal samples, as numbers of positions, rows of keys,
+    prompts and samples.
+    """
     length = round_up(prompt + response, pad_each)
     # Rules reject samples that exceed the budget; here such a sample is packed alone.
     token_budget = max(token_budget, length)
@@ -268,7 +271,7 @@ def _packed(
             first, own = round_up(prefix, pad_each), round_up(length - prefix, pad_each)
             positions += first + count * own
             key_rows += _key_rows(prefix, count, own, pad_each // 2 or 1)
-        found.add((positions, key_rows, num_prompts))
+        found.add((positions, key_rows, num_prompts, len(samples)))
     return found
 
 

@@ -9,6 +9,7 @@ from hybridrl.config.placement import shown
 from hybridrl.config.rules_placement import AUTO_ORDER
 from hybridrl.hybrid_engine.planning.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.services.planner.image_costs import RESPONSE_IMAGES
 from hybridrl.services.planner.optimizer_report import optimizer_lines
 from hybridrl.services.planner.text import memory_size, traffic
 
@@ -79,11 +80,15 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             f"positions instead of {unshared:,} ({unshared / computed:.1f}x fewer)"
         )
     if images := report["images"]:
-        size = memory_size(images["tower_bytes"])
+        size, number = memory_size(images["tower_bytes"]), images["tokens_per_response"]
+        of_response = f"a response has {number:,} ({RESPONSE_IMAGES}); " if number else ""
         yield (
             f"images   a prompt has {images['tokens_per_prompt']:,} tokens of images "
-            f"({images['source']}); each rank of the first stage has a vision tower, {size}"
+            f"({images['source']}); {of_response}each rank of the first stage has a vision tower, "
+            f"{size}"
         )
+        if images["not_counted"]:
+            yield f"         {images['not_counted']}"
     optimizer = report["optimizer"]
     if is_full or optimizer["level"] != "device" or optimizer["optimizer"] != "adamw":
         yield from optimizer_lines(report["optimizer"])

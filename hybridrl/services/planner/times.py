@@ -26,7 +26,12 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.model_rules import held_family
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
-from hybridrl.services.planner.image_costs import TowerWork, image_tokens, work_for_prompts
+from hybridrl.services.planner.image_costs import (
+    TowerWork,
+    image_tokens,
+    image_work,
+    response_image_tokens,
+)
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.muon_costs import orthogonalization_flops
 from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of
@@ -151,7 +156,7 @@ def packs(
     # units of a prompt over the micro-batches of all replicas as if at random.
     num_prompts = ceil(samples * dp / per_prompt)
     missed = (1 - 1 / (num_micro * dp)) ** (num_units * dp / num_prompts)
-    tower = work_for_prompts(config, shape.vision, num_micro * num_prompts * (1 - missed))
+    tower = image_work(config, shape.vision, num_micro * num_prompts * (1 - missed), samples)
     return Packs(num_micro, tokens, pairs, samples * response, tower)
 
 
@@ -382,10 +387,12 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     num_prompts = ceil(steps.prompts_per_step / replicas)
     prefill_s = 2.0 * params * num_prompts * lengths.prompt / tp / (PREFILL_SHARE * matrix)
-    if shape.vision is not None:  # the images of each prompt are computed once
-        work = work_for_prompts(config, shape.vision, num_prompts)
+    if (vision := shape.vision) is not None:  # the images of each prompt are computed once
+        work = image_work(config, vision, num_prompts, requests)
         prefill_s += work.flops / tp / (TOWER_SHARE * matrix) + work.traffic / tp / memory
-        prefill_s += num_prompts * image_tokens(config, shape.vision) * IMAGE_TOKEN_S
+        images = num_prompts * image_tokens(config, vision)
+        images += requests * response_image_tokens(config, vision)
+        prefill_s += images * IMAGE_TOKEN_S
     # A decoding step reads only its tokens' rows of an embedding that is no output layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
