@@ -54,7 +54,7 @@ from hybridrl.contracts.checks import (
 )
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
-from hybridrl.contracts.prompts import Prompt, Rollout, in_gaps
+from hybridrl.contracts.prompts import Content, Prompt, Rollout, in_gaps
 from hybridrl.contracts.ragged import (
     Blob,
     check_blob,
@@ -64,6 +64,7 @@ from hybridrl.contracts.ragged import (
     row_places,
     starts_of,
 )
+from hybridrl.contracts.response_contents import RESPONSE_CONTENTS, without_contents
 
 __all__ = [
     "GREEDY",
@@ -313,6 +314,18 @@ class RolloutBatch:
         starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
         mask_T = torch.arange(self.num_tokens) >= starts_T
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
+
+    def contents_of(self, sample: int) -> tuple[Content, ...]:
+        """Returns the contents of a sample on this rank, at their places among its tokens."""
+        # The sequences of agents do not begin with the prompt of their row.
+        found = self.prompts[sample].contents if self.sequence_B is None else ()
+        blob = self.blobs.get(RESPONSE_CONTENTS)
+        if blob is None:
+            return found
+        place_1 = self.places_of(torch.tensor([sample]))
+        rows_N = row_places(self.of_held(blob.num_rows_B), place_1)
+        saved = blob.values_N[rows_N].numpy()
+        return found + without_contents({RESPONSE_CONTENTS: saved})[1]
 
     def of_held(self, value_B: Tensor) -> Tensor:
         """Selects the values of a per-sample column for the samples on this rank: (H,)."""

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from threading import BoundedSemaphore
 
 import torch
 
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.contracts.prompts import UNKNOWN_LOGP, Content
+from hybridrl.contracts.response_contents import RESPONSE_CONTENTS
 from hybridrl.models.vision.images import FILE, IMAGE, decoded
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
@@ -24,6 +26,7 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.training.batches.packing import even_sizes
 
 TOKENS_AT_ONCE = 1 << 20  # maximum number of tokens that rank 0 receives in one exchange
+BYTES_AT_ONCE = 32 << 20  # maximum size of files of images that rank 0 receives in one exchange
 LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching for a token
 
 
@@ -38,8 +41,10 @@ def sample_records(
     samples with the trainer's log-probabilities (`Roles.learned`), or None.
     """
     row_of = {} if learned is None else _rows_by_key(learned)
-    scored = scored.with_blobs()
+    scored = scored.with_blobs(() if pictures is None else [RESPONSE_CONTENTS])
     num_parts = -(-int(scored.lengths_B.sum()) // TOKENS_AT_ONCE)
+    if (shown := scored.blobs.get(RESPONSE_CONTENTS)) is not None:
+        num_parts = max(num_parts, -(-int(shown.num_rows_B.sum()) // BYTES_AT_ONCE))
     end = 0
     for size in even_sizes(scored.num_samples, num_parts):
         rows, end = range(end, end + size), end + size
@@ -101,8 +106,8 @@ def _records(
         }
         if isinstance(answer := prompt.columns.get("answer"), str | int | float):
             record["answer"] = answer
-        if pictures is not None and (names := pictures.write(prompt.contents)):
-            record["images"] = names
+        if pictures is not None:
+            record |= _images(part, i, pictures)
         if part.sequence_B is not None:
             record["sequence"] = sequence
         if any(observed):
@@ -115,6 +120,19 @@ def _records(
                 gap if is_known else None for gap, is_known in zip(gaps, known, strict=True)
             ]
         yield record
+
+
+def _images(batch: ScoredBatch, row: int, pictures: SamplePictures) -> dict[str, object]:
+    """Writes a sample's images. Returns their names, and their places among response tokens."""
+    found: dict[str, object] = {}
+    images = [one for one in batch.contents_of(row) if one.kind == IMAGE]
+    start = int(batch.prompt_lengths_B[row])
+    if before := [one for one in images if one.start < start]:
+        found["images"] = pictures.write(before)
+    if shown := [one for one in images if one.start >= start]:
+        found["response_images"] = pictures.write(shown)
+        found["response_images_at"] = [one.start - start for one in shown]
+    return found
 
 
 def _response(batch: ScoredBatch, row: int) -> slice:
@@ -163,6 +181,7 @@ def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
 FOLDER = "images"  # in rollouts/
 MAX_SIDE = 384  # pixels of a copy, which has about 10 to 40 kB
 QUALITY = 80  # JPEG quality
+MAX_WAITING = 64  # images whose copies are not written yet, because each may have megabytes
 NUM_THREADS = 4  # Pillow releases Python's lock; more would need more memory for large images
 NAME_LENGTH = 32  # characters of the image's key
 
@@ -176,6 +195,7 @@ class SamplePictures:
         self._folder = directory / FOLDER
         self._pool = ThreadPoolExecutor(NUM_THREADS, "pictures")
         self._started: dict[str, Future[None]] = {}
+        self._room = BoundedSemaphore(MAX_WAITING)
 
     def __enter__(self) -> SamplePictures:
         return self
@@ -186,17 +206,19 @@ class SamplePictures:
             for started in self._started.values():
                 started.result()
 
-    def write(self, contents: Iterable[Content]) -> list[str]:
-        """Starts to write copies of a prompt's images, and returns their names, in order."""
+    def write(self, images: Iterable[Content]) -> list[str]:
+        """Starts to write copies of images, and returns their names, in order. Waits while many
+        copies are not written yet.
+        """
         names = []
-        for content in contents:
-            if content.kind != IMAGE:
-                continue
+        for content in images:
             name = content.key[:NAME_LENGTH]
             names.append(name)
             file = self._folder / f"{name}.jpg"
             if name not in self._started and not file.exists():
+                self._room.acquire()
                 self._started[name] = self._pool.submit(_write, file, content)
+                self._started[name].add_done_callback(lambda _: self._room.release())
         return names
 
 

@@ -19,8 +19,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hybridrl import Trainer
 from hybridrl.contracts.batch import Producer
-from hybridrl.models.megatron.image_inputs import _images_of
 from hybridrl.models.vision.images import FILE, decoded
+from hybridrl.services.report.page_data import read_run
 
 EXAMPLE = ROOT / "examples" / "pictures"
 SHORT = (
@@ -124,7 +124,7 @@ def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path
     seen = Counter[tuple[int, str]]()
     for row in range(batch.num_samples):
         here = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
-        contents, tokens = _images_of(batch, row), batch.tokens_T[here]
+        contents, tokens = batch.contents_of(row), batch.tokens_T[here]
         images = [(c.start, c.end, decoded(c.arrays[FILE].tobytes())) for c in contents]
         with torch.no_grad():
             logits = oracle_logits(oracle, processor, tokens, images)[:-1]
@@ -169,6 +169,15 @@ def test_an_environment_shows_pictures_in_later_turns(
     for step in records(tmp_path / "pictures-grpo"):
         assert step["environment/picture"] > 3 and step["policy/grad_norm"] > 0
         assert step["mismatch/logprob_diff_max"] < 1e-4
+    folder = tmp_path / "pictures-grpo"
+    lines = (folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    shown = [one for one in map(json.loads, lines) if "response_images" in one]
+    assert len(shown) > 3
+    for one in shown:
+        flags = [flag for flag, number in one["turns"] for _ in range(number)]
+        assert all(flags[place] == 1 for place in one["response_images_at"])
+    names = {name for one in shown for name in one["images"] + one["response_images"]}
+    assert names <= read_run(folder, "run").images.keys()
 
 
 @pytest.mark.full

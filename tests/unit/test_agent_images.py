@@ -30,7 +30,6 @@ from hybridrl.environments.image_parts import MAX_FILE_BYTES
 from hybridrl.generation.responses import AgentResponse, AgentSequence, completion_from_json
 from hybridrl.generation.saved_rollouts import saved_fields
 from hybridrl.loop.preflight import model_violations
-from hybridrl.models.megatron.image_inputs import _images_of
 from hybridrl.models.vision.images import FILE
 from hybridrl.rollout.engine import Completion
 
@@ -135,7 +134,7 @@ def test_rows_with_pictures_are_saved_and_become_batches() -> None:
     rollouts = again.rollouts(Prompt(0, "text", (1, 1, 1)))
     batch = RolloutBatch.from_rollouts(rollouts, [0, 0], Producer.here("the test"))
     for row, level in enumerate((1, 2)):
-        (found,) = _images_of(batch, row)
+        (found,) = batch.contents_of(row)
         assert found.arrays[FILE].tobytes() == png(level)
     assert batch.branch_of_B.tolist() == [-1, -1] and batch.context_B.tolist() == [-1, -1]
 

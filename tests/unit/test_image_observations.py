@@ -26,7 +26,6 @@ from hybridrl.errors import UserError
 from hybridrl.generation.episodes import Episodes, _Episode
 from hybridrl.generation.responses import Response
 from hybridrl.generation.saved_rollouts import SavedRollouts, prompt_digest, rollout_state
-from hybridrl.models.megatron.image_inputs import _images_of
 from hybridrl.models.vision.images import FILE
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rollout.engine import Completion, SamplingParams
@@ -174,9 +173,9 @@ def test_images_keep_their_places_in_responses_and_batches(images: ImageTokens) 
     rollouts: list[Rollout] = [*plain.rollouts(prompt), *response.rollouts(prompt)]
     batch = RolloutBatch.from_rollouts(rollouts, [0, 0], Producer.here("the test"))
     assert set(batch.blobs) == {RESPONSE_CONTENTS}
-    assert _images_of(batch, 0) == (first,) and _images_of(batch, 1) == (first, moved)
+    assert batch.contents_of(0) == (first,) and batch.contents_of(1) == (first, moved)
     picked = batch.select(torch.tensor([1]))
-    again: tuple[Content, ...] = _images_of(picked, 0)
+    again: tuple[Content, ...] = picked.contents_of(0)
     assert again[1].arrays[FILE].tobytes() == file_of(picture(4, 8, 8))
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from hybridrl.contracts.batch import RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
-from hybridrl.contracts.ragged import row_places
-from hybridrl.contracts.response_contents import RESPONSE_CONTENTS, without_contents
+from hybridrl.contracts.response_contents import RESPONSE_CONTENTS
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing, positions, random_image
@@ -64,7 +63,7 @@ class ImageInputs(ExtraInputs):
         return ImageProcessor(self._vision, rule)
 
     def positions(self, batch: RolloutBatch, index: int, num_tokens: int) -> Tensor:
-        found = positions(_images_of(batch, index), self._vision.merge_size, num_tokens)
+        found = positions(batch.contents_of(index), self._vision.merge_size, num_tokens)
         return torch.from_numpy(found)
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
@@ -74,7 +73,7 @@ class ImageInputs(ExtraInputs):
         row_S = torch.full_like(micro.positions_S, -1)
         num_rows = 0
         for index, sample in enumerate(micro.sample_indices):
-            own = _images_of(batch, sample)
+            own = batch.contents_of(sample)
             if not own:
                 continue
             row_L = torch.full((own[-1].end,), -1)
@@ -138,18 +137,6 @@ class ImageInputs(ExtraInputs):
             added = leaves
         inputs[DEEPSTACK] = added
         return embedded_S1D
-
-
-def _images_of(batch: RolloutBatch, index: int) -> tuple[Content, ...]:
-    """Returns a sample's images, whose places are among its tokens. They must be on this rank."""
-    # The sequences of agents do not begin with the prompt of their row.
-    found = batch.prompts[index].contents if batch.sequence_B is None else ()
-    blob = batch.blobs.get(RESPONSE_CONTENTS)
-    if blob is None:
-        return found
-    rows_N = row_places(batch.of_held(blob.num_rows_B), batch.places_of(torch.tensor([index])))
-    saved = blob.values_N[rows_N].numpy()
-    return found + without_contents({RESPONSE_CONTENTS: saved})[1]
 
 
 class _LateGradients(torch.autograd.Function):

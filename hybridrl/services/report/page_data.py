@@ -198,10 +198,11 @@ def _images(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str
 def _names_by_step(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for sample in samples:
-        names = sample.get("images")
-        for name in names if isinstance(names, list) else ():
-            if isinstance(name, str) and _IMAGE_NAME.fullmatch(name):
-                found.setdefault(sample["step"], []).append(name)
+        for key in ("images", "response_images"):
+            names = sample.get(key)
+            for name in names if isinstance(names, list) else ():
+                if isinstance(name, str) and _IMAGE_NAME.fullmatch(name):
+                    found.setdefault(sample["step"], []).append(name)
     return found
 
 

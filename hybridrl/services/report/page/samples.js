@@ -16,7 +16,8 @@ function el(tag, properties = {}, ...children) {
 const Samples = (() => {
   const AT_ONCE = 50;
   const KNOWN = new Set(["sample", "prompt", "response", "reward", "finished", "step", "group", "answer",
-    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack", "images", "pictures"]);
+    "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack", "images", "pictures",
+    "response_images", "response_images_at"]);
   // Bounds of the colours, in nats: bfloat16 runs warn above 0.02, and 0.2 is a usual clip range.
   const DIFFERENCES = [0.002, 0.02, 0.2, 1];
   const SURPRISES = [0.1, 0.7, 2, 5];
@@ -76,20 +77,39 @@ const Samples = (() => {
     return parts.join(", ");
   }
 
+  // Returns the elements that show images, which are pairs of a name and a text about the image.
+  function picturesOf(sample, images) {
+    if (!images.length) return [];
+    const shown = images.map(([name, alt]) => (sample.pictures[name]
+      ? el("img", { class: "picture", src: sample.pictures[name], alt })
+      : el("span", { class: "note" }, `${alt} is in rollouts/images`)));
+    return [el("div", { class: "pictures" }, ...shown)];
+  }
+
+  const imagesOfPrompt = (sample) => (isList(sample.images) ? sample.images.map((name, i) => [name, `image ${i + 1} of the prompt`]) : []);
+
+  // Returns the images of the response tokens from `start` up to `end`.
+  function imagesBetween(sample, start, end) {
+    const names = isList(sample.response_images) ? sample.response_images : [];
+    const found = names.map((name, i) => [name, `image ${i + 1} of the response`]);
+    return found.filter((_, i) => { const at = sample.response_images_at?.[i] ?? 0; return at >= start && at < end; });
+  }
+
   function responseOf(sample) {
     const tokens = tokensOf(sample);
-    if (!tokens) return [el("pre", { class: "turn" }, text(sample.response))];
+    if (!tokens) return [...picturesOf(sample, imagesBetween(sample, 0, Infinity)), el("pre", { class: "turn" }, text(sample.response))];
     const newest = Math.max(...tokens.map((token) => token.version ?? 0));
     const turns = [];
-    for (const token of tokens) {
-      if (!turns.length || turns[turns.length - 1].isObserved !== token.isObserved) turns.push({ isObserved: token.isObserved, tokens: [] });
+    tokens.forEach((token, start) => {
+      if (!turns.length || turns[turns.length - 1].isObserved !== token.isObserved) turns.push({ isObserved: token.isObserved, start, tokens: [] });
       turns[turns.length - 1].tokens.push(token);
-    }
+    });
     return turns.map((turn, number) => {
       const name = turn.isObserved ? "environment" : turns.length > 1 ? `policy, turn ${Math.floor(number / 2) + 1}` : "";
       const spans = turn.tokens.map((token) => el("span", { class: classOf(token, newest), title: about(token) }, token.text));
       const box = el("pre", { class: turn.isObserved ? "turn observed" : "turn" }, ...spans);
-      return name ? el("div", {}, el("div", { class: "who" }, name), box) : box;
+      const shown = picturesOf(sample, imagesBetween(sample, turn.start, turn.start + turn.tokens.length));
+      return name ? el("div", {}, el("div", { class: "who" }, name), ...shown, box) : box;
     });
   }
 
@@ -108,17 +128,9 @@ const Samples = (() => {
     return el("table", { class: "facts" }, el("tbody", {}, ...rows.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, String(value))))));
   }
 
-  function picturesOf(sample) {
-    if (!isList(sample.images)) return [];
-    const shown = sample.images.map((name, i) => (sample.pictures[name]
-      ? el("img", { class: "picture", src: sample.pictures[name], alt: `image ${i + 1} of the prompt` })
-      : el("span", { class: "note" }, `image ${i + 1} is in rollouts/images`)));
-    return [el("div", { class: "pictures" }, ...shown)];
-  }
-
   function body(sample) {
     return el("div", { class: "sample-body" },
-      el("div", {}, el("div", { class: "who" }, "prompt"), ...picturesOf(sample), el("pre", { class: "turn prompt" }, text(sample.prompt)),
+      el("div", {}, el("div", { class: "who" }, "prompt"), ...picturesOf(sample, imagesOfPrompt(sample)), el("pre", { class: "turn prompt" }, text(sample.prompt)),
         el("div", { class: "who" }, "response"), ...responseOf(sample)),
       facts(sample));
   }
