@@ -126,6 +126,7 @@ class _SymmetricMemory:
 
         group = dist.group.WORLD
         assert group is not None
+        torch.cuda.empty_cache()  # symmetric memory cannot use what torch's allocator keeps cached
         self._own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         self._own.zero_()
         self._handle = symmetric.rendezvous(self._own, group.group_name)
