@@ -7,19 +7,34 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import vllm_kernels
 from command_line import ROOT, records, run
 from packaged import needs
+from peft import PeftModel
+from rounded_agreement import check_rounded
+from safetensors.torch import load_file
 from tiny_images import oracle_logits
-from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+from tiny_models import tiny_model
+from transformers import (
+    AutoImageProcessor,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridrl import Trainer
-from hybridrl.contracts.batch import Producer
+from hybridrl.contracts.batch import Producer, TrainBatch
+from hybridrl.loop.exports import export_peft
+from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.vision.images import FILE, decoded
+from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.services.report.page_data import read_run
 
 EXAMPLE = ROOT / "examples" / "pictures"
@@ -139,6 +154,111 @@ def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path
     assert metrics["agent/failed"] == 0 and metrics["policy/grad_norm"] > 0
     assert metrics["mismatch/logprob_diff_max"] < 1e-4
     trainer.close()
+
+
+def base_of(name: str, dtype: torch.dtype, data: Path, folder: Path) -> Path:
+    """Returns a directory with random weights of a tiny model, and the example's tokenizer."""
+    model, base = tiny_model(name, wide=True), folder / "base"
+    for key, value in json.loads((data / "model" / "config.json").read_text()).items():
+        if key.endswith("_token_id"):
+            setattr(model.config, key, value)
+    for parameter_name, parameter in model.named_parameters():
+        if not is_kept_in_fp32(parameter_name):
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(base)
+    for file in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+        shutil.copyfile(data / "model" / file, base / file)
+    return base
+
+
+def images_of(processor: Any, request: Request, num_tokens: int) -> dict[str, Any]:
+    """Returns transformers' inputs for a request's images."""
+    kinds = torch.zeros(1, num_tokens, dtype=torch.int64)
+    for content in request.contents:
+        kinds[:, content.start : content.end] = 1
+    files = [decoded(content.arrays[FILE].tobytes()) for content in request.contents]
+    return {**processor(files, return_tensors="pt"), "mm_token_type_ids": kinds}
+
+
+@pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
+)
+def test_adapters_of_qwen3_5_with_pictures_are_those_of_peft(
+    data: Path, engine: str, tmp_path: Path
+) -> None:
+    """vLLM receives merged weights, and computes delta nets on CPU in bfloat16 only."""
+    dtype = torch.float32
+    if engine == "vllm":
+        vllm_kernels.register()
+        dtype = torch.bfloat16
+    base = base_of("qwen3_5", dtype, data, tmp_path)
+    config: dict[str, Any] = {
+        "run": {"name": "adapters", "dir": str(tmp_path)},
+        "model": {"path": str(base), "family": "qwen3_5", "dtype": str(dtype)[len("torch.") :]},
+        "lora": {"rank": 4, "alpha": 8},
+        "train": {"micro_batch_tokens": 512, "learning_rate": 0.01, "warmup_steps": 0},
+        "rollout": {"engine": engine, "max_new_tokens": 12},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": str(data / "train.jsonl"), "max_prompt_tokens": 32},
+        "steps": {"prompts_per_step": 2, "samples_per_prompt": 4, "num_steps": 2},
+        "log": {"tensorboard": False, "console": False},
+    }
+    trainer = Trainer.from_config(config, reward=lengths)
+    trainer.fit()
+    trainer.reshard()
+    found = records(tmp_path / "adapters")
+    assert len(found) == 2 and all(step["policy/grad_norm"] > 0 for step in found)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=12)
+    prompts = trainer.prompts.take(8)
+    asked = [
+        Request(number, prompt.tokens, number, sampling, contents=prompt.contents)
+        for number, prompt in enumerate(prompts)
+    ]
+    done = generate(trainer.engine, asked)
+    demonstrated = [
+        replace(prompt, response_tokens=one.tokens)
+        for prompt, one in zip(prompts, done, strict=True)
+    ]
+    batch = TrainBatch.supervised(demonstrated, Producer.here("the test"))
+    ours_T = trainer.policy.logprobs(batch)
+    export_peft(trainer.policy.model, tmp_path / "peft", base)
+    merged = trainer.save_hf(tmp_path / "merged")
+    trainer.close()
+    before, after = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
+    changed = {name for name, one in after.items() if not torch.equal(one, before[name])}
+    assert changed and all("language_model.layers." in name for name in changed)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(base)
+    inputs = partial(images_of, processor)
+    if engine == "vllm":
+        rounded = Qwen3_5ForConditionalGeneration.from_pretrained(merged, dtype=dtype)
+        check_rounded(rounded.eval(), asked, done, inputs)
+        return
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype=dtype)
+    oracle = PeftModel.from_pretrained(model, tmp_path / "peft").eval()
+    plain = 0.0
+    for row, (request, one) in enumerate(zip(asked, done, strict=True)):
+        tokens = torch.tensor([request.prompt + one.tokens])
+        given = {"input_ids": tokens, **inputs(request, tokens.shape[1])}
+        here = slice(len(request.prompt), None)
+        with torch.no_grad():
+            logp_V = oracle(**given).logits[0].log_softmax(-1)[here.start - 1 : -1]
+            with oracle.disable_adapter():
+                plain_V = oracle(**given).logits[0].log_softmax(-1)[here.start - 1 : -1]
+        assert logp_V.argmax(-1).tolist() == list(one.tokens)
+        expected = logp_V.gather(1, tokens[0, here, None])[:, 0]
+        start, end = int(batch.offsets[row]), int(batch.offsets[row + 1])
+        for logps in (ours_T[start:end][here], torch.tensor(one.logps)):
+            assert (logps - expected).abs().max() < 2e-5
+        plain = max(plain, float((plain_V - logp_V).abs().max()))
+    assert plain > 0.1, "adapters change something"
+    config |= {"lora": {"path": str(tmp_path / "peft")}, "run": {**config["run"], "name": "again"}}
+    again = Trainer.from_config(config, reward=lengths)
+    assert torch.equal(again.policy.logprobs(batch), ours_T)
+    again.close()
+
+
+def lengths(prompt: Any, response: str, columns: Any) -> float:
+    return len(response) % 7 / 7
 
 
 @pytest.mark.dist
