@@ -84,14 +84,7 @@ def image_tokens(
             "installed, because images are decoded with it",
             "Run: pip install 'hybridrl[images]'",
         )
-    rule = Preprocessing.read(directory, vision)
-    if max_pixels < rule.min_pixels:
-        raise UserError(
-            "data.max_image_pixels",
-            max_pixels,
-            f"{rule.min_pixels}, the processor's smallest size, or more",
-            "Raise data.max_image_pixels.",
-        )
+    rule = usable_rule(vision, directory, max_pixels)
     tokens = vision.start_token, vision.image_token, vision.end_token
     text = "".join(tokenizer.convert_ids_to_tokens(list(tokens)))
     found = [int(one) for one in tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -106,6 +99,21 @@ def image_tokens(
     decides = [asdict(rule), max_pixels, tokens, vision.patch_size, vision.merge_size]
     identity = hashlib.sha256(json.dumps(decides).encode()).hexdigest()
     return ImageTokens(processor, identity, text, vision.image_token)
+
+
+def usable_rule(vision: VisionShape, directory: Path, max_pixels: int) -> Preprocessing:
+    """Returns how the processor in `directory` prepares images. Raises UserError if its files are
+    unusable, or do not allow images of `data.max_image_pixels`.
+    """
+    rule = Preprocessing.read(directory, vision)
+    if max_pixels < rule.min_pixels:
+        raise UserError(
+            "data.max_image_pixels",
+            max_pixels,
+            f"{rule.min_pixels}, the processor's smallest size, or more",
+            "Raise data.max_image_pixels.",
+        )
+    return rule
 
 
 class Found(NamedTuple):

@@ -31,10 +31,11 @@ from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, ModelConfig
-from hybridrl.config.source import read_model_config
+from hybridrl.config.source import read_model_config, tokenizer_directory
 from hybridrl.config.starter import has_template
 from hybridrl.config.teacher import read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
+from hybridrl.data.images import usable_rule
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import MISSING, ConfigError, UserError
 from hybridrl.loop.row_checks import RowChecks, errors_of, set_errors
@@ -44,7 +45,7 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
-from hybridrl.models.vision.images import Preprocessing
+from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
@@ -92,11 +93,8 @@ def model_violations(
                 # No configuration rule checks the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += policy_rules(config, family, shape, content)
-            folder = Path(config.model.tokenizer or config.model.path or config.model.init or "")
-            if shape.vision is not None and folder.is_dir():
-                Preprocessing.read(folder, shape.vision)
-                if config.agent.is_on and not has_template(str(folder)):
-                    found.append(_no_template(folder))
+            if shape.vision is not None:
+                found += _images(config, shape.vision)
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []
@@ -411,6 +409,18 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
         dtype = default if config.model.dtype == "auto" else config.model.dtype
         yield from package.model_rules(shape, dtype, is_cpu)
         yield from cpu_rules(config.rollout.quantization, config.rollout.kv_cache_dtype, is_cpu)
+
+
+def _images(config: Config, vision: VisionShape) -> Iterator[UserError]:
+    folder = tokenizer_directory(config.model)
+    if not folder.is_dir():  # reported when the tokenizer is loaded
+        return
+    try:
+        usable_rule(vision, folder, config.data.max_image_pixels)
+    except UserError as error:
+        yield error
+    if config.agent.is_on and not has_template(str(folder)):
+        yield _no_template(folder)
 
 
 def _no_template(folder: Path) -> UserError:

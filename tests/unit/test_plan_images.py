@@ -253,3 +253,17 @@ def test_no_image_of_later_turns_is_missed_without_environments_that_could_show_
         report = plan(folder, *given)
         assert report["images"]["not_counted"] is None
         assert "may show" not in plan_text(dict(report))
+
+
+def test_plans_refuse_fewer_pixels_than_the_processor_makes(folder: Path) -> None:
+    file = folder / "preprocessor_config.json"
+    sizes = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    given = "data.max_image_pixels=65535", "rollout.engine=hf"
+    report, (error,) = plan_report(config_of(folder, *given), 1)
+    allowed = "65536, the processor's smallest size, or more"
+    assert error.name == "data.max_image_pixels" and error.allowed == allowed
+    assert plan(folder, "data.max_image_pixels=65536")["images"]["tokens_per_prompt"] == 64
+    # Also with a file as model.init, next to which the processor's files are.
+    config = config_of(folder, *given, f"model.init={folder / 'config.json'}")
+    assert [one.name for one in plan_report(config, 1)[1]] == ["data.max_image_pixels"]
