@@ -13,7 +13,7 @@ import typer
 
 import hybridrl
 from hybridrl.config.hub import DATASET_FORM, DATASETS, MODEL_FORM, dataset_name, model_name
-from hybridrl.config.schema import ModelConfig
+from hybridrl.config.schema import Config, ModelConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.starter import (
     Start,
@@ -21,10 +21,13 @@ from hybridrl.config.starter import (
     has_template,
     known_positions,
     local_config,
+    starter_config,
     starter_text,
 )
 from hybridrl.config.wrapped_models import has_images
-from hybridrl.errors import ModelError, UserError
+from hybridrl.data.forms import NAME_COLUMN
+from hybridrl.errors import DataError, ModelError, UserError
+from hybridrl.loop.row_checks import check_first_row
 from hybridrl.models.family import read_model
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.host_gpus import num_local_gpus
@@ -78,7 +81,7 @@ def init(
     if used not in ENGINES:
         remedy = "`hybridrl check` lists the installed engines."
         raise UserError("--engine", used, ", ".join(offered_engines()), remedy)
-    is_chat = has_template(model) if chat is None else chat
+    is_chat, content = has_template(model) if chat is None else chat, local_config(model)
     start = Start(
         task=task,
         model=model,
@@ -90,10 +93,13 @@ def init(
         positions=known_positions(model),
         reward=reward,
         is_fresh=has_no_weights(model),
-        reads_images=has_images(local_config(model)),
+        reads_images=has_images(content),
         num_parameters=known_parameters(model),
     )
     text = starter_text(start)
+    if not prompts.startswith(DATASETS):
+        # Nothing is known about the config.json of a hub name.
+        _check_rows(starter_config(start), start.reads_images or not content)
     file = output or Path(f"{task}.yaml")
     _refuse_existing(file, "pass another path with --output")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,6 +143,21 @@ def _check_source(source: str) -> None:
     remedy = f"Did you mean {str(path.parent / near[0])!r}?" if near else "Correct the path."
     allowed = f"a JSONL or parquet file or a data set's folder that exists, or {DATASET_FORM}"
     raise UserError("--prompts", f"{source} (no such file)", allowed, remedy)
+
+
+def _check_rows(config: Config, may_have_images: bool) -> None:
+    """Raises DataError if a local source has no row that the task can use."""
+    needs = config.algorithm.needs
+    assert needs is not None  # None only for a user's own algorithm
+    try:
+        check_first_row(config, needs, may_have_images)
+    except DataError as error:
+        others = (
+            "Rename or add columns. Or pass other rows that have them, and set data.prompts and "
+            "the names of your columns (data.*_key) in the file that is written."
+        )
+        remedy = error.remedy.replace(NAME_COLUMN, others)
+        raise DataError(error.name, error.value, error.allowed, remedy) from error
 
 
 def _check_reward(name: str) -> None:

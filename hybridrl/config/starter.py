@@ -20,6 +20,7 @@ from hybridrl.config.algorithm import (
 from hybridrl.config.files import read_json_object
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
+from hybridrl.config.schema import Config
 from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import ConfigError, ModelError, UserError
 from hybridrl.rollout.registry import ENGINES
@@ -140,9 +141,7 @@ def known_positions(model: str) -> int | None:
 
 def starter_text(start: Start) -> str:
     """Returns the YAML text; raises UserError for an unknown task or one without its teacher."""
-    _check_task(start)
-    values = _sections(start, _algorithm(start))
-    sections = load_config_dict({name: _plain(knobs) for name, knobs in values.items()})
+    values, sections = _values(start), starter_config(start)
     lines = [
         f"# Trains {start.model} with {start.task}. To see whether it fits into memory: hybridrl "
         f"plan FILE",
@@ -161,11 +160,18 @@ def starter_text(start: Start) -> str:
     return "\n".join(lines) + "\n"
 
 
+def starter_config(start: Start) -> Config:
+    """Returns the configuration of the YAML text; raises UserError as `starter_text`."""
+    return load_config_dict({name: _plain(knobs) for name, knobs in _values(start).items()})
+
+
 Knobs = dict[str, tuple[Any, str]]
 """Value of each knob in a section and the reason for it; the reason is empty for a default."""
 
 
-def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
+def _values(start: Start) -> dict[str, Knobs]:
+    _check_task(start)
+    algorithm = _algorithm(start)
     needs = _known_needs(algorithm)
     name = start.name or f"{_model_name(start.model)}-{start.task}"
     found: dict[str, Knobs] = {

@@ -34,6 +34,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "pairs": ("prompt_key", "chosen_key", "rejected_key"),
     "labels": ("prompt_key", "response_key"),
 }
+NAME_COLUMN = "Add the column, or set its data.*_key."
 _CHATS = ("messages", "conversations")
 CheckRow = Callable[[str, Mapping[str, object]], None]
 """Takes the text of a prompt and the columns of its row; raises DataError if responses to it cannot
@@ -166,13 +167,16 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {config.answer_key: rule["ground_truth"]}
 
 
-def missing(row: Row, name: str) -> BadRowError:
+def missing(row: Row, name: str, needed: Sequence[str] = ()) -> BadRowError:
+    """Returns the error for a row without the column `name`, one of those that are `needed`."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
-    allowed = f"the column {short(name)} in every row"
-    return BadRowError(row.place, got, allowed, f"{hint}Add the column, or set its data.*_key.")
+    *others, last = map(short, needed or [name])
+    listed = f"columns {', '.join(others)} and {last}" if others else f"column {last}"
+    allowed = f"the {listed} in every row"
+    return BadRowError(row.place, got, allowed, f"{hint}{NAME_COLUMN}")
 
 
 def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, object]) -> Parts:
@@ -193,7 +197,7 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
         if kind in form.parts and columns.keys() >= set(form.needed) and form.fits(columns)
     ]
     if not fitting:
-        error = missing(row, absent[0])
+        error = missing(row, absent[0], names)
         if has_own:
             raise error
         forms = "; ".join(form.text() for form in FORMS if kind in form.parts)

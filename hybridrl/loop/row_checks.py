@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.schema import Config, DataConfig, ModelConfig
@@ -37,10 +38,8 @@ class RowChecks:
         images, reward = _reads_images(config.model), config.reward
         if not is_scored(config):
             return RowChecks(reads_images=images)
-        has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
         is_checked = reward.on_error == "stop" and not check_rewards(reward)
-        columns = [config.data.answer_key] if has_answers else []
-        return RowChecks(columns, RowCheck(reward) if is_checked else None, images)
+        return RowChecks(_answer_columns(config), RowCheck(reward) if is_checked else None, images)
 
     def prompts(self, data: DataConfig, paths: Sequence[str]) -> list[UserError]:
         """Checks rows with prompts for which the run generates responses."""
@@ -101,6 +100,25 @@ class RowChecks:
             bad.check(good)
 
         return errors_of(check_feedback)
+
+
+def check_first_row(config: Config, needs: Needs, reads_images: bool) -> None:
+    """Reads each source of training rows up to the first usable row. Raises DataError for a source
+    without one.
+    """
+    kind, required = kind_of(needs.feedback, not needs.rollouts), _answer_columns(config)
+    if not needs.rollouts:
+        required = label_columns(config.data, needs.feedback)
+    for path in config.data.prompts or ():
+        bad = BadRows("drop")
+        rows = formed_rows([path], config.data, kind, required, bad, reads_images)
+        bad.check([row.source for row in islice(rows, 1)])
+
+
+def _answer_columns(config: Config) -> list[str]:
+    scorers = config.reward.scorers().values() if is_scored(config) else ()
+    is_needed = any(one.function in NEEDS_ANSWER for one in scorers)
+    return [config.data.answer_key] if is_needed else []
 
 
 def _reads_images(model: ModelConfig) -> bool:

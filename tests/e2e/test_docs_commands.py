@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -17,6 +18,12 @@ SHORT = "steps.prompts_per_step=16"
 OFFLINE = "examples/quickstart/model"  # in the place of a model of the hub
 # What is run: those of runs that train on CPU, and what needs no run.
 TRAINS = ("examples/quickstart/", "examples/calculator/")
+
+# Further rows of a user.
+ROWS = {
+    "demonstrations.jsonl": {"prompt": "1+1=", "response": "2"},
+    "pairs.jsonl": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+}
 
 
 def on_cpu(line: str) -> list[str] | None:
@@ -39,6 +46,8 @@ def here(tmp_path: Path) -> Path:
     """A folder with the examples and the run that the others begin with."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     shutil.copy(ROOT / "examples" / "quickstart" / "train.jsonl", tmp_path)  # a user's own rows
+    for name, row in ROWS.items():
+        (tmp_path / name).write_text(json.dumps(row))
     succeed(tmp_path, "train", f"{TRAINS[0]}sft.yaml", *FEW, SHORT)
     return tmp_path
 

@@ -194,7 +194,9 @@ def test_starters_of_the_documentation_are_written(
     assert len(lines) >= 5
     for line in sorted(lines):
         words = shlex.split(line)[1:]
-        (tmp_path / words[words.index("--prompts") + 1]).touch()
+        # A row for every task.
+        row = dict.fromkeys(("prompt", "answer", "response", "chosen", "rejected"), "a")
+        (tmp_path / words[words.index("--prompts") + 1]).write_text(json.dumps(row))
         words += ["--output", str(tmp_path / "written.yaml")]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, f"{line}\n{done.exception}"

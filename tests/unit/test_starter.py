@@ -27,7 +27,8 @@ TAUGHT = ("on_policy_distillation", "distillation", "gkd")
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the config.json of a 7B model, and with rows."""
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    row = {"prompt": "1+1=", "answer": "2", "response": "2", "label": True}
+    (tmp_path / "train.jsonl").write_text(json.dumps({**row, "chosen": "2", "rejected": "3"}))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN25_7B))
     monkeypatch.chdir(tmp_path)
@@ -89,6 +90,48 @@ def test_init_refuses(here: Path, arguments: list[str], name: str, said: str) ->
     assert isinstance(error, UserError) and error.name == name
     assert said in str(error)
     assert {path.name for path in here.iterdir()} == {"model", "train.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "found", "needed"),
+    [
+        ("dpo", {"prompt": "a", "answer": "b"}, "no column 'chosen'", "'chosen' and 'rejected'"),
+        ("reward_model", {"chosen": "a"}, "no column 'prompt'", "'prompt', 'chosen' and 'rej"),
+        ("sft", {"prompt": "a", "answer": "b"}, "no column 'response'", "'prompt' and 'respo"),
+        ("kto", {"prompt": "a", "response": "b"}, "no column 'label'", "column 'label' in"),
+        ("grpo", {"prompt": "a"}, "no column 'answer'", "column 'answer' in"),
+        ("grpo", {"text": "a"}, "no column 'prompt'", "column 'prompt' in"),
+        ("dpo", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen = ''", "not empty"),
+    ],
+)
+def test_init_refuses_rows_that_the_task_cannot_use(
+    here: Path, task: str, row: dict[str, str], found: str, needed: str
+) -> None:
+    Path("rows.jsonl").write_text(f"\n{json.dumps(row)}\n" * 2)
+    error = CliRunner().invoke(app, ["init", task, "model", "--prompts", "rows.jsonl"]).exception
+    assert isinstance(error, UserError) and error.name == "rows.jsonl:2"
+    assert found in str(error.value) and needed in error.allowed
+    assert found.startswith("chosen") or all(repr(name) in str(error.value) for name in row)
+    assert ("in the file that is written" in error.remedy) == found.startswith("no column")
+    assert not Path(f"{task}.yaml").exists()
+
+
+def test_init_takes_rows_of_other_forms_and_some_bad_ones(here: Path) -> None:
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    other = [pair[0], {"role": "assistant", "content": "c"}]
+    rows = [{"prompt": "no pair"}, {"chosen": pair, "rejected": other}]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (
+        CliRunner().invoke(app, ["init", "dpo", "model", "--prompts", "pairs.jsonl"]).exit_code == 0
+    )
+    own = ["init", "grpo", "model", "--prompts", "own.jsonl", "--reward", "my_rewards:score"]
+    Path("own.jsonl").write_text('{"prompt": "a"}')  # such a reward may need no answer
+    assert CliRunner().invoke(app, own).exit_code == 0
+    images = {"prompt": "<image> a", "answer": "b", "images": ["one.png"]}
+    Path("images.jsonl").write_text(json.dumps(images))
+    Path("one.png").touch()
+    hub = ["init", "grpo", "org/model", "--prompts", "images.jsonl", "--output", "hub.yaml"]
+    assert CliRunner().invoke(app, hub).exit_code == 0
 
 
 def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
