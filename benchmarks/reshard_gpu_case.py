@@ -6,6 +6,7 @@ each part, so that what was measured stays if a later part ends the processes.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -22,6 +23,7 @@ import torch
 from bench_reshard_gpu import BASELINES
 from case_record import READY, TURN, CaseRecord
 from engine_import import after_turn
+from image_workload import image_model, image_tokenizer
 from megatron.core import parallel_state
 from reshard_clock import Clock, attempted, link_rates, machine
 from reshard_libraries import Way, checksums, give_memory_back, mbridge_way, megatron_way, spoil
@@ -102,11 +104,19 @@ class Case(CaseRecord):
 
     def start(self) -> None:
         """Makes the Trainer and fills its engine once; it stays in the rollout phase."""
-        job = self.job
+        job, objects = self.job, dict[str, Any]()
         if job["frozen"]:
             ParallelModel.make_trainable = freeze  # type: ignore[method-assign]
+        model = json.loads(Path(job["model"]).read_text())
+        if "vision_config" in model:
+            self.job = job = {**job, "model": image_model(job["model"], job["folder"])}
+            size = model["text_config"]["vocab_size"]
+            objects["tokenizer"] = image_tokenizer(size, job["model"])
         self.trainer = trainer = Trainer.from_config(
-            config_of(job), prompts=[{"prompt": "1", "answer": ""}], reward=lambda *_: 0.0
+            config_of(job),
+            prompts=[{"prompt": "1", "answer": ""}],
+            reward=lambda *_: 0.0,
+            **objects,
         )
         self.world, self.engine = trainer.world, trainer.hybrid_engine
         self.clock = Clock(trainer.platform.device, self.world.gather_objects)
@@ -323,12 +333,12 @@ def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:
 
 def config_of(job: Mapping[str, Any]) -> Any:
     """Returns the configuration of the case; batches are small, so that the KV cache is."""
+    # A folder has an image processor, and comes with a tokenizer of its own.
+    quickstart = str(ROOT / "examples" / "quickstart" / "model")
+    tokenizer = {} if Path(job["model"]).is_dir() else {"tokenizer": quickstart}
     config = {
         "run": {"name": "bench", "dir": job["folder"], "collective_timeout_s": 120},
-        "model": {
-            "init": job["model"],
-            "tokenizer": str(ROOT / "examples" / "quickstart" / "model"),
-        },
+        "model": {"init": job["model"], **tokenizer},
         "train": {**job["train"], "micro_batch_tokens": 4096},
         "rollout": {
             "engine": "vllm",

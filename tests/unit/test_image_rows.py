@@ -11,6 +11,7 @@ import threading
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ from hybridrl.data.supervised import _next_other
 from hybridrl.errors import BadRowError, DataError, ModelError, UserError
 from hybridrl.generation.saved_rollouts import prompt_digest
 from hybridrl.generation.spread import _key
+from hybridrl.models.megatron import image_inputs
+from hybridrl.models.vision import decoding
 from hybridrl.models.vision import images as vision_images
+from hybridrl.models.vision.decoding import DecodedAhead
 from hybridrl.models.vision.images import (
     FILE,
     GRID,
@@ -51,7 +55,6 @@ from hybridrl.models.vision.images import (
 )
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import pixel_values
-from hybridrl.rollout.vllm import images as vllm_images
 
 VISION = VisionShape(
     "qwen3_vl", {}, image_token=3, start_token=2, end_token=4, patch_size=4, merge_size=2
@@ -545,27 +548,27 @@ def test_images_are_decoded_ahead_in_other_threads(
         return decode(content)
 
     monkeypatch.setattr(processor, "patches", patches)
-    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 2 * 24 * 24 * 3)
-    items = vllm_images.PixelItems(processor, torch.float32)
+    monkeypatch.setattr(decoding, "MAX_AHEAD_BYTES", 2 * 24 * 24 * 3)
+    ahead = DecodedAhead(processor)
     contents = [processor.content(file_of(picture(seed, 24, 24))) for seed in range(40, 44)]
-    items.decode_ahead([*contents[:2], *contents[:2]])
-    for started in items._decoded.values():
+    ahead.begin([*contents[:2], *contents[:2]])
+    for started in ahead._started.values():
         started.result()
     assert len(threads) == 2 and all(name.startswith("images") for name in threads)
     for _ in range(3):  # every engine step asks again; the next ones are kept
-        items.decode_ahead(contents)
-        assert list(items._decoded) == [contents[0].key, contents[1].key]
-    items.decode_ahead(contents[1:])  # the first request was given up
-    assert list(items._decoded) == [contents[1].key, contents[2].key]
-    items._decoded[contents[2].key].result()
+        ahead.begin(contents)
+        assert list(ahead._started) == [contents[0].key, contents[1].key]
+    ahead.begin(contents[1:])  # the first request was given up
+    assert list(ahead._started) == [contents[1].key, contents[2].key]
+    ahead._started[contents[2].key].result()
     assert len(threads) == 3
     large = processor.content(file_of(picture(44, 60, 24)))
     assert processor.num_bytes(large) == decode(large).nbytes > decode(contents[0]).nbytes
-    items.decode_ahead([large, contents[3]])  # together more than the limit
-    assert list(items._decoded) == [large.key]
-    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 1)
-    items.decode_ahead(contents[3:])  # the first one is decoded, whatever its size
-    assert list(items._decoded) == [contents[3].key]
+    ahead.begin([large, contents[3]])  # together more than the limit
+    assert list(ahead._started) == [large.key]
+    monkeypatch.setattr(decoding, "MAX_AHEAD_BYTES", 1)
+    ahead.begin(contents[3:])  # the first one is decoded, whatever its size
+    assert list(ahead._started) == [contents[3].key]
 
 
 def test_images_that_were_decoded_ahead_are_not_decoded_again(
@@ -574,7 +577,7 @@ def test_images_that_were_decoded_ahead_are_not_decoded_again(
     """Even if all of them exceed the memory of recent images."""
     processor, decodes = images.processor, list[int]()
     monkeypatch.setattr(vision_images, "_RECENT", vision_images.Recent(1))
-    monkeypatch.setattr(vllm_images, "MAX_AHEAD_BYTES", 3 * 24 * 24 * 3)
+    monkeypatch.setattr(decoding, "MAX_AHEAD_BYTES", 3 * 24 * 24 * 3)
     resized = ImageProcessor.resized
 
     def counted(self: ImageProcessor, content: Any) -> Any:
@@ -583,9 +586,44 @@ def test_images_that_were_decoded_ahead_are_not_decoded_again(
 
     monkeypatch.setattr(ImageProcessor, "resized", counted)
     contents = [processor.content(file_of(picture(seed, 24, 24))) for seed in range(50, 58)]
-    items = vllm_images.PixelItems(processor, torch.float32)
+    ahead = DecodedAhead(processor)
     for index, content in enumerate(contents):
         for _ in range(3):
-            items.decode_ahead(contents[index:])
-        items.patches_of(content)
-    assert len(decodes) == len(contents) and not items._decoded
+            ahead.begin(contents[index:])
+        ahead.patches(content)
+    assert len(decodes) == len(contents) and not ahead._started
+
+
+def test_the_next_micro_batches_images_are_decoded_during_the_first_pass(
+    images: ImageTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches without images, and those of an earlier batch that is gone, do not matter."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        DecodedAhead, "begin", lambda _, contents: seen.append([one.key for one in contents])
+    )
+    monkeypatch.setattr(image_inputs, "image_features", lambda *_: (torch.zeros(64, 4), []))
+    contents = [images.processor.content(file_of(picture(seed, 24, 24))) for seed in range(60, 65)]
+    keys = [one.key for one in contents]
+    inputs = image_inputs.ImageInputs(images.processor.vision, None)
+    inputs.__dict__["processor"] = images.processor
+    given = [prepared_images(inputs, part) for part in (contents[:1], [], contents[1:3])]
+    del given  # that batch is over
+    given = [prepared_images(inputs, part) for part in (contents[2:4], [], contents[4:])]
+    model = SimpleNamespace(
+        vision=torch.nn.Linear(1, 1), config=SimpleNamespace(sequence_parallel=False)
+    )
+    for one in given:
+        with torch.no_grad():
+            inputs.embed(model, torch.zeros(8, 1, 4), {name: x.value for name, x in one.items()})
+    assert seen == [keys[2:], keys[4:]]
+
+
+def prepared_images(inputs: Any, contents: list[Any]) -> Any:
+    """Returns what a micro-batch of one sample of 8 tokens with these images brings."""
+    placed = tuple(replace(one, start=2 + index) for index, one in enumerate(contents))
+    batch: Any = SimpleNamespace(contents_of=lambda _: placed)
+    micro: Any = SimpleNamespace(
+        positions_S=torch.arange(8), sequence_index_S=torch.zeros(8), sample_indices=[0]
+    )
+    return inputs.prepare(micro, batch)

@@ -151,11 +151,6 @@ def _sections(
     return given[0], given[1], given[2]
 
 
-def _text_keywords(shape: ModelShape) -> dict[str, Any]:
-    # Fused kernels rotate by a token's index, not by its three positions.
-    return {"mrope_section": [shape.head_dim // 2, 0, 0], "apply_rope_fusion": False}
-
-
 def family_with_images(
     name: str,
     architecture: str,
@@ -183,7 +178,8 @@ def family_with_images(
         return (*rows(shape), *tower_rows(shape))
 
     def text_keywords(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-        return keywords(hf_config, shape) | _text_keywords(shape)
+        # Megatron requires sections; rotary_positions.py sets the actual ones.
+        return keywords(hf_config, shape) | {"mrope_section": [shape.head_dim // 2, 0, 0]}
 
     text = decoder_family(
         name,

@@ -156,27 +156,7 @@ class SharedPrompts:
     @cached_property
     def angle_positions(self) -> torch.Tensor:
         """Position within its sample for each row of rotary angles, on the model's device."""
-        return self._at_angles(self.positions_S)
-
-    @cached_property
-    def packed_angle_positions(self) -> torch.Tensor:
-        """Packed position for each row of rotary angles, on the model's device."""
-        held = context_positions(self.cu_seqlens, self.cp_size, self.cp_rank)
-        return self._at_angles(held.to(self.positions_S.device))
-
-    def _at_angles(self, local_S: torch.Tensor) -> torch.Tensor:
-        """Returns values of local positions at the rows of the angles that Megatron reads for them.
-
-        Megatron takes the sequences for a single one (PackedSequences). With context parallelism,
-        it selects this rank's two chunks of that sequence from the angles; other rows are not read.
-        """
-        if self.cp_size == 1:
-            return local_S
-        total = self.cu_seqlens[-1]
-        found_S = local_S.new_zeros(total)
-        place = context_positions((0, total), self.cp_size, self.cp_rank)
-        found_S[place.to(found_S.device)] = local_S
-        return found_S
+        return at_angles(self.positions_S, self.cu_seqlens[-1], self.cp_size, self.cp_rank)
 
     @cached_property
     def keys(self) -> KeyRows:
@@ -201,6 +181,22 @@ class SharedPrompts:
             max(end - start for start, end in pairwise(queries)),
             max(end - start for start, end in pairwise(counts)),
         )
+
+
+def at_angles(
+    local_S: torch.Tensor, num_positions: int, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """Returns values of local positions at the rows of the angles that Megatron reads for them.
+
+    Megatron takes all sequences for a single one (PackedSequences). With context parallelism, it
+    selects this rank's two chunks of that sequence from the angles; other rows are not read.
+    """
+    if cp_size == 1:
+        return local_S
+    found_S = local_S.new_zeros(num_positions)
+    place = context_positions((0, num_positions), cp_size, cp_rank)
+    found_S[place.to(found_S.device)] = local_S
+    return found_S
 
 
 class Readers(NamedTuple):
@@ -250,12 +246,15 @@ class PackedSequences(PackedSeqParams):
     `cu_seqlens_q` and `cu_seqlens_kv` count padded tokens of whole sequences, before context
     parallelism splits them. With shared prompts, they describe a single sequence of all positions,
     because Megatron needs them only for rotary angles, which heads.py then selects by position.
+    Where each position has its own angles, the padded bounds are those of a single sequence, which
+    Megatron then rotates in one kernel, without reading the bounds on the host.
     This object contains `model_inputs` so that they reach all layers, even when layers are
     recomputed (inputs.py). `derived` contains what layers other than attention compute once from
     the boundaries.
     """
 
     shared: SharedPrompts | None = None
+    angle_rows: torch.Tensor | None = None
     model_inputs: dict[str, Any] = field(default_factory=dict)
     derived: dict[Any, Any] = field(default_factory=dict)
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
@@ -266,16 +265,29 @@ class PackedSequences(PackedSeqParams):
         max_seqlen: int,
         shared: SharedPrompts | None = None,
         model_inputs: Mapping[str, Any] | None = None,
+        *,
+        has_own_angles: bool = False,
+        angle_rows: torch.Tensor | None = None,
     ) -> PackedSequences:
-        """Builds the parameters from `cu_seqlens`, (sequences + 1,) int32."""
-        bounds = cu_seqlens if shared is None else cu_seqlens[[0, -1]]
+        """Builds the parameters from `cu_seqlens`, (sequences + 1,) int32.
+
+        Args:
+            has_own_angles: Whether each packed position has its own row of rotary angles.
+            angle_rows: Packed position of each row of angles, if context parallelism needs them in
+                another order.
+        """
+        whole = cu_seqlens[[0, -1]] if shared is not None or has_own_angles else None
+        bounds = cu_seqlens if shared is None else whole
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=whole if has_own_angles else None,
+            cu_seqlens_kv_padded=whole if has_own_angles else None,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shared=shared,
+            angle_rows=angle_rows,
             model_inputs=dict(model_inputs or {}),
         )
 

@@ -298,14 +298,15 @@ class PackedModel(GPTModel):
             rows = RotaryRows.of(angles_LD, kwargs["position_ids"][0], self.config.params_dtype)
             packed_seq_params.derived[RotaryRows] = rows
             return (embedded, None, *rest)
-        if packed_seq_params is None or packed_seq_params.shared is None:
+        if packed_seq_params is None:
             return found
         embedded, angles_LD, *rest = found
         shared = packed_seq_params.shared
-        # For mrope, there is one row of angles per packed position.
-        is_mrope = self.position_embedding_type == "mrope"
-        position_S = shared.packed_angle_positions if is_mrope else shared.angle_positions
-        return (embedded, angles_LD.index_select(0, position_S), *rest)
+        if self.position_embedding_type == "mrope":  # one row of angles per packed position
+            row_S = packed_seq_params.angle_rows
+        else:
+            row_S = None if shared is None else shared.angle_positions
+        return found if row_S is None else (embedded, angles_LD.index_select(0, row_S), *rest)
 
     def _embedded(
         self,

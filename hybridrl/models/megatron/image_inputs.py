@@ -11,11 +11,12 @@ split gathers them. Context-parallel ranks compute parts of the sum, as for all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
@@ -27,6 +28,7 @@ from hybridrl.contracts.prompts import Content
 from hybridrl.contracts.response_contents import RESPONSE_CONTENTS
 from hybridrl.errors import MISSING, ModelError
 from hybridrl.models.inputs import ExtraInputs
+from hybridrl.models.vision.decoding import DecodedAhead
 from hybridrl.models.vision.images import ImageProcessor, Preprocessing, positions, random_image
 from hybridrl.models.vision.shape import VisionShape
 from hybridrl.models.vision.tower import empty_features, image_features
@@ -36,6 +38,25 @@ IMAGES, ROWS, DEEPSTACK = "images", "image_rows", "image_deepstack"
 # is used. Windows of Qwen2.5-VL have 4 x 4 tokens; the first size has several, some of them
 # partial.
 PROBED_SIZES = ((5, 6), (2, 3))
+
+
+class MicroBatchImages:
+    """Different images of a micro-batch.
+
+    Attributes:
+        following: Images of the micro-batch that was prepared next, if it has any.
+    """
+
+    def __init__(self, images: tuple[Content, ...]) -> None:
+        self.images = images
+        self.following: MicroBatchImages | None = None
+
+    def then(self) -> Iterator[Content]:
+        """Returns these images and those of all following micro-batches."""
+        one: MicroBatchImages | None = self
+        while one is not None:
+            yield from one.images
+            one = one.following
 
 
 class ImageInputs(ExtraInputs):
@@ -54,6 +75,7 @@ class ImageInputs(ExtraInputs):
 
     def __init__(self, vision: VisionShape, directory: Path | None) -> None:
         self._vision, self._directory = vision, directory
+        self._last_prepared: ReferenceType[MicroBatchImages] | None = None
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -61,6 +83,10 @@ class ImageInputs(ExtraInputs):
             raise ModelError("the model's directory", MISSING, "processor files", "Name one.")
         rule = Preprocessing.read(self._directory, self._vision)
         return ImageProcessor(self._vision, rule)
+
+    @cached_property
+    def _decoded(self) -> DecodedAhead:
+        return DecodedAhead(self.processor)
 
     def positions(self, batch: RolloutBatch, index: int, num_tokens: int) -> Tensor:
         found = positions(batch.contents_of(index), self._vision.merge_size, num_tokens)
@@ -87,8 +113,13 @@ class ImageInputs(ExtraInputs):
             row_S[is_own_S] = row_L[micro.positions_S[is_own_S]]
         if not images:
             return {}
+        prepared = MicroBatchImages(tuple(images.values()))
+        last = None if self._last_prepared is None else self._last_prepared()
+        if last is not None:
+            last.following = prepared
+        self._last_prepared = ref(prepared)
         return {
-            IMAGES: ModelTensor(tuple(images.values())),
+            IMAGES: ModelTensor(prepared),
             ROWS: ModelTensor(row_S, is_per_position=True),
         }
 
@@ -113,14 +144,18 @@ class ImageInputs(ExtraInputs):
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: dict[str, Any]) -> Tensor:
         tower = model.vision
         is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())
-        images: tuple[Content, ...] = inputs.get(IMAGES, ())
-        if not images and is_trained:
+        prepared: MicroBatchImages | None = inputs.get(IMAGES)
+        if prepared is None and is_trained:
             # Megatron waits for a gradient of every parameter, whatever the micro-batch contains.
             return embedded_S1D + empty_features(tower, self._vision)
-        if not images:
+        if prepared is None:
             return embedded_S1D
+        ahead = self._decoded
+        ahead.begin(prepared.then())
         with torch.set_grad_enabled(is_trained):
-            features_ND, deep = image_features(tower, self.processor, images)
+            features_ND, deep = image_features(
+                tower, self.processor, prepared.images, ahead.patches
+            )
             row_S = inputs[ROWS]
             is_image_S11 = (row_S >= 0)[:, None, None]
             row_S = row_S.clamp(min=0)

@@ -36,6 +36,11 @@ def transformer_engine_attention() -> type:
         takes_shared_prompts = True
         prefix_kernel: Kernel | None = None  # `set_prefix_kernel` sets it
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # They are for rotary angles only (PackedSequences).
+            self.kept_packed_seq_params -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+
         def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             packed = kwargs.get("packed_seq_params")
             if packed is None or packed.shared is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,13 +176,20 @@ def pixel_values(
 
 
 def image_features(
-    tower: Any, processor: ImageProcessor, images: Sequence[Content]
+    tower: Any,
+    processor: ImageProcessor,
+    images: Sequence[Content],
+    patches: Callable[[Content], NDArray[np.uint8]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the features of the images' tokens, (N, D), and those that are added after the first
     decoder layers, each (N, D).
+
+    Args:
+        patches: Returns an image's patches; by default the processor's own function.
     """
     weight = tower.patch_embed.proj.weight
-    values_PC = pixel_values(processor, map(processor.patches, images), weight.dtype, weight.device)
+    parts = map(patches or processor.patches, images)
+    values_PC = pixel_values(processor, parts, weight.dtype, weight.device)
     grids = torch.tensor([image.arrays[GRID].tolist() for image in images], device=weight.device)
     return _run(tower, values_PC, grids)
 

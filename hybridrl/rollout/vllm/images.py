@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.family import ModelShape
+from hybridrl.models.vision.decoding import DecodedAhead
 from hybridrl.models.vision.images import GRID, ImageProcessor
 from hybridrl.models.vision.tower import pixel_values
 from hybridrl.rollout.common.process_state import replaced
@@ -29,9 +27,6 @@ IMAGE = "image"
 MAX_IMAGES = 999  # per prompt, as in vLLM
 # Limit on the pixel values of requests that one rank's vLLM has at the same time, in host memory.
 MAX_PIXEL_BYTES = 2 << 30
-# Limit on images that are decoded ahead, in other threads: 32 images of a million pixels. Decoding
-# one takes 25 ms, in which vLLM would wait. Pillow and NumPy release Python's lock.
-MAX_AHEAD_BYTES, NUM_DECODERS = 96 << 20, 4
 NUM_FOLLOWING = 64  # requests whose images are decoded ahead
 
 
@@ -107,27 +102,11 @@ class PixelItems:
     def __init__(self, processor: ImageProcessor, dtype: torch.dtype) -> None:
         self._processor, self._dtype = processor, dtype
         self._items: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._decoded: dict[str, Future[NDArray[np.uint8]]] = {}
-        self._pool = ThreadPoolExecutor(NUM_DECODERS, "images")
+        self._decoded = DecodedAhead(processor)
 
     def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Decodes the first of these images in threads, up to MAX_AHEAD_BYTES but at least one;
-        forgets all others.
-        """
-        following = {content.key: content for content in contents}
-        for key in [key for key in self._decoded if key not in following]:
-            self._decoded.pop(key).cancel()
-        num_bytes = sum(self._processor.num_bytes(following[key]) for key in self._decoded)
-        for key, content in following.items():
-            if key not in self._decoded and key not in self._items:
-                num_bytes += self._processor.num_bytes(content)
-                if self._decoded and num_bytes > MAX_AHEAD_BYTES:
-                    return
-                self._decoded[key] = self._pool.submit(self._processor.patches, content)
-
-    def patches_of(self, content: Content) -> NDArray[np.uint8]:
-        started = self._decoded.pop(content.key, None)
-        return self._processor.patches(content) if started is None else started.result()
+        """Decodes the first of these images in other threads, if vLLM does not have them yet."""
+        self._decoded.begin(content for content in contents if content.key not in self._items)
 
     def sizes(self, contents: Iterable[Content]) -> dict[str, int]:
         """Returns the bytes of each different image's values, by key."""
@@ -158,7 +137,7 @@ class PixelItems:
             return found
         grids = torch.from_numpy(content.arrays[GRID])[None]
         values = pixel_values(
-            self._processor, [self.patches_of(content)], self._dtype, torch.device("cpu")
+            self._processor, [self._decoded.patches(content)], self._dtype, torch.device("cpu")
         )
         given: Any = {"pixel_values": values, "image_grid_thw": grids}
         fields: Mapping[str, Any] = {

@@ -21,7 +21,7 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
 from hybridrl.models.inputs import PREDICTS, ExtraInputs
-from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
+from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts, at_angles
 from hybridrl.models.megatron.context_parallel import context_positions
 from hybridrl.models.megatron.heads import HeadInput
 from hybridrl.models.megatron.layers import LayerKind
@@ -241,12 +241,17 @@ class BatchPlanner:
                 layout.cp,
                 where.cp,
             )
+        angle_rows = None
+        if positions and layout.cp > 1:
+            angle_rows = at_angles(index_S, starts[-1], layout.cp, where.cp).to(device)
         packed = PackedSequences.of(
             bounds.cu_seqlens,
             whole.max_seqlen,
             shared,
             {name: one.value for name, one in local.model_inputs.items()}
             | {PREDICTS: local.loss_mask_S},
+            has_own_angles=bool(positions),
+            angle_rows=angle_rows,
         )
         head = HeadInput.of(local, rows_N, temperature)
         return ModelInput(whole, local, index_S, head, packed)
