@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from hybridrl.config.starter import (
     starter_config,
     starter_text,
 )
-from hybridrl.config.wrapped_models import has_images
+from hybridrl.config.wrapped_models import family_with_images, has_images
 from hybridrl.data.forms import NAME_COLUMN
 from hybridrl.errors import DataError, ModelError, UserError
 from hybridrl.loop.row_checks import check_first_row
@@ -96,26 +97,36 @@ def init(
         reads_images=has_images(content),
         num_parameters=known_parameters(model),
     )
-    text = starter_text(start)
+    config, family = starter_config(start), family_with_images(content)
     if not prompts.startswith(DATASETS):
         # Nothing is known about the config.json of a hub name.
-        _check_rows(starter_config(start), start.reads_images or not content)
+        may_have_images = start.reads_images or family is not None or not content
+        if _check_rows(config, may_have_images) and family is not None:
+            num_parameters = known_parameters(model, family)
+            start = replace(start, family=family, reads_images=True, num_parameters=num_parameters)
+    text = starter_text(start)
     file = output or Path(f"{task}.yaml")
     _refuse_existing(file, "pass another path with --output")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     typer.echo(f"wrote {file}\nnext: hybridrl plan {file}\n      hybridrl train {file}")
+    if family is not None and start.family is None:
+        typer.echo(
+            f"{model} is trained as a text model. To train the model that reads images too: "
+            f"model.family={family} (docs/guides/images.md)"
+        )
 
 
-def known_parameters(model: str) -> int | None:
+def known_parameters(model: str, family: str | None = None) -> int | None:
     """Returns the parameters of a local model; None for a hub name or an unsupported model."""
     if not Path(model).expanduser().is_dir():
         return None
     try:
-        family, shape = read_model(None, read_model_config(ModelConfig(init=model)))
+        content = read_model_config(ModelConfig(init=model, family=family))
+        found, shape = read_model(family, content)
     except ModelError:  # the fault is reported when the model is used
         return None
-    return sum(map(prod, hf_shapes(family, shape).values()))
+    return sum(map(prod, hf_shapes(found, shape).values()))
 
 
 def _check_model(name: str, model: str) -> None:
@@ -145,12 +156,14 @@ def _check_source(source: str) -> None:
     raise UserError("--prompts", f"{source} (no such file)", allowed, remedy)
 
 
-def _check_rows(config: Config, may_have_images: bool) -> None:
-    """Raises DataError if a local source has no row that the task can use."""
+def _check_rows(config: Config, may_have_images: bool) -> bool:
+    """Returns whether rows of a local source have images. Raises DataError if it has no row that
+    the task can use.
+    """
     needs = config.algorithm.needs
     assert needs is not None  # None only for a user's own algorithm
     try:
-        check_first_row(config, needs, may_have_images)
+        return check_first_row(config, needs, may_have_images)
     except DataError as error:
         others = (
             "Rename or add columns. Or pass other rows that have them, and set data.prompts and "

@@ -63,6 +63,7 @@ class Start:
         positions: Maximum number of tokens in prompt and response together; None if unknown.
         reward: 'package.module:function' or a reward's name; by default the last word is compared.
         is_fresh: Whether the model has a config.json but no weights yet.
+        family: Value of `model.family`; None if config.json determines it.
     """
 
     task: str
@@ -77,6 +78,7 @@ class Start:
     is_fresh: bool = False
     num_parameters: int | None = None
     reads_images: bool = False
+    family: str | None = None
 
     def rate(self, kind: str) -> float:
         """Returns the learning rate in `RATES` for this kind of training and the model's size."""
@@ -182,6 +184,9 @@ def _values(start: Start) -> dict[str, Knobs]:
         "algorithm": {"name": (start.task, "Its formula and source are in docs/algorithms.md.")},
         "data": _data(start, needs),
     }
+    if start.family is not None:
+        reason = "The rows have images; without this key, the model is trained as a text model."
+        found["model"]["family"] = (start.family, reason)
     if start.teacher is not None:
         found["algorithm"]["teacher"] = (start.teacher, "")
     if needs.rollouts:

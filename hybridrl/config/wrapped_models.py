@@ -151,6 +151,17 @@ def has_images(content: Mapping[str, Any]) -> bool:
     return WRAPPER in content and content["model_type"] == content[WRAPPER]["model_type"]
 
 
+def family_with_images(content: Mapping[str, Any]) -> str | None:
+    """Returns the value of `model.family` with which a text part is trained with the model's vision
+    tower; None if there is none.
+    """
+    whole = content.get(WRAPPER)
+    if whole is None or has_images(content) or not whole.get("vision_config"):
+        return None
+    model_type = str(whole["model_type"])
+    return model_type if WRAPPED[model_type].with_images else None
+
+
 def wrapped_name(name: str) -> str:
     """Returns the name of the text part's tensor in transformers' module, and in most files."""
     is_renamed = name.startswith(PREFIX) and not name.startswith(VISUAL)

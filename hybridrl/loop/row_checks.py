@@ -102,17 +102,21 @@ class RowChecks:
         return errors_of(check_feedback)
 
 
-def check_first_row(config: Config, needs: Needs, reads_images: bool) -> None:
-    """Reads each source of training rows up to the first usable row. Raises DataError for a source
-    without one.
+def check_first_row(config: Config, needs: Needs, reads_images: bool) -> bool:
+    """Reads each source of training rows up to the first usable row. Returns whether these rows
+    have images. Raises DataError for a source without a usable row.
     """
+    has_some = False
     kind, required = kind_of(needs.feedback, not needs.rollouts), _answer_columns(config)
     if not needs.rollouts:
         required = label_columns(config.data, needs.feedback)
     for path in config.data.prompts or ():
         bad = BadRows("drop")
         rows = formed_rows([path], config.data, kind, required, bad, reads_images)
-        bad.check([row.source for row in islice(rows, 1)])
+        first = list(islice(rows, 1))
+        bad.check([row.source for row in first])
+        has_some |= any(row.images for row in first)
+    return has_some
 
 
 def _answer_columns(config: Config) -> list[str]:

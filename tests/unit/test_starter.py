@@ -192,6 +192,33 @@ def test_starter_of_a_model_with_images_has_room_for_one(here: Path) -> None:
     assert "freeze" not in yaml.safe_load(starter_of("sft"))["train"]
 
 
+def test_starter_trains_qwen3_5_with_images_if_rows_have_some(here: Path) -> None:
+    recipe = MODELS.parents[1] / "examples" / "recipes" / "models" / "qwen3.5-4b" / "config.json"
+    content = json.loads(recipe.read_text())
+    assert "vision_config" in content
+    file = here / "model" / "config.json"
+    file.write_text(recipe.read_text())
+    text = CliRunner().invoke(app, ["init", "grpo", "model"])
+    key = "model.family=qwen3_5"
+    assert text.exit_code == 0 and f"reads images too: {key}" in " ".join(text.output.split())
+    assert "family" not in yaml.safe_load(Path("grpo.yaml").read_text())["model"]
+    Path("one.png").touch()
+    rows = here / "train.jsonl"
+    rows.write_text(json.dumps({**json.loads(rows.read_text()), "images": ["one.png"]}))
+    said = CliRunner().invoke(app, ["init", "grpo", "model", "--output", "images.yaml"])
+    assert said.exit_code == 0 and key not in said.output
+    found = load_config("images.yaml")
+    assert found.model.family == "qwen3_5" and found.data.max_prompt_tokens == 2048
+    assert found.train.freeze == ()  # a tower with random weights
+    del content["vision_config"]  # a text model in a wrapper
+    file.write_text(json.dumps(content))
+    bare = CliRunner().invoke(app, ["init", "grpo", "model", "--output", "bare.yaml"]).exception
+    assert isinstance(bare, UserError) and bare.name == "train.jsonl:1"
+    rows.write_text('{"prompt": "a", "answer": "b"}')
+    bare = CliRunner().invoke(app, ["init", "grpo", "model", "--output", "bare.yaml"])
+    assert bare.exit_code == 0 and "images" not in bare.output
+
+
 def starter_of(task: str) -> str:
     assert CliRunner().invoke(app, ["init", task, "model"]).exit_code == 0
     text = Path(f"{task}.yaml").read_text()
