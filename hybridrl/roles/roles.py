@@ -26,7 +26,7 @@ from hybridrl.contracts.prompts import UNKNOWN_LOGP
 from hybridrl.errors import UserError
 from hybridrl.metrics.flops import GeneratedLengths, forward_flops, generate_flops, train_flops
 from hybridrl.models.adapters.rows import base_of
-from hybridrl.models.adapters.settings import lora_of
+from hybridrl.models.adapters.settings import base_notice, lora_of
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.score_token import BEFORE_LAST, LAST
 from hybridrl.models.trainable import trained_summary
@@ -301,6 +301,8 @@ def make_roles(
         notify(model.delta_rule.said)
     if model.prompt_calls.said:
         notify(model.prompt_calls.said)
+    if said := base_notice(config.lora, config.model):
+        notify(f"lora: {said}")
     if said := positions_summary(source.hf_config, config.longest_sequence()):
         notify(f"positions: {said}")
     if roles.trains_policy:

@@ -11,11 +11,14 @@ import torch
 from command_line import QUICKSTART, run
 from peft import PeftModel
 from safetensors.torch import load_file
-from small_runs import small_run
+from small_runs import SMALL, small_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridrl.config.load import load_config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.rollout.engine import Request, SamplingParams, generate
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (2, 5, 9)]
 
@@ -83,8 +86,16 @@ def test_adapters_are_trained_converted_evaluated_and_continued(base: Path, tmp_
         found = json.loads(run("eval", what, *limits, *own, *sets).splitlines()[-1])
         assert found["num_prompts"] == 8
         assert found["adapter"] == (str(peft) if what == peft else None)
-    with small_run(tmp_path, *knobs, f"lora.path={peft}", "run.name=b") as trainer:
+    continued = [*knobs, f"lora.path={peft}", "run.name=b"]
+    config = load_config(QUICKSTART / "grpo.yaml", [*SMALL, *continued])
+    file, said = peft / "adapter_config.json", "trained on org/other"
+    assert said not in plan_text(plan_report(config, 1)[0])
+    content = json.loads(file.read_text()) | {"base_model_name_or_path": "org/other"}
+    file.write_text(json.dumps(content))
+    assert said in plan_text(plan_report(config, 1)[0])
+    with small_run(tmp_path, *continued) as trainer:
         trainer.fit()
+    assert said in (tmp_path / "b" / "logs" / "rank_0.log").read_text()
     state = json.loads((tmp_path / "b" / "checkpoints" / "step_2" / "state.json").read_text())
     assert state["lora"]["rank"] == 4
 

@@ -17,6 +17,7 @@ from hybridrl.checkpoint.saved_adapters import SavedAdapters, adapters_state, ch
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.lora import LoraConfig
 from hybridrl.config.rules_lora import lora_section_rules
+from hybridrl.config.schema import ModelConfig
 from hybridrl.config.wrapped_models import text_part
 from hybridrl.errors import CheckpointError
 from hybridrl.models.adapters.base_reference import BaseReference, base_directory, weights_digest
@@ -24,7 +25,7 @@ from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import check_peft, read_peft
 from hybridrl.models.adapters.peft_files import write_peft
 from hybridrl.models.adapters.rows import adapted, only_adapters
-from hybridrl.models.adapters.settings import lora_rules
+from hybridrl.models.adapters.settings import base_notice, lora_rules
 from hybridrl.models.family import ModelShape, MoeShape, read_model, resolve_family
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.weights import hf_shapes
@@ -84,6 +85,38 @@ def test_adapters_of_models_with_images_are_those_of_the_decoder(tmp_path: Path)
     assert len(held) == len(shapes) and not any("visual" in name for name in held)
     for name, stored in found.stored_names.items():
         assert torch.equal(held[stored.replace(".weight", ".default.weight")], tensors[name])
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "is_other"),
+    [
+        ("org/model", "org/model", False),
+        ("org/Model", f"other/model@{'a' * 40}", False),
+        ("org/model", "/data/model/", False),
+        (f"/cache/models--org--model/snapshots/{'b' * 40}", "org/model", False),
+        ("runs/a/hf", "/moved/runs/a/hf", False),
+        ("runs/a/hf", "runs/b/hf", True),
+        ("org/model", "org/model-instruct", True),
+        ("org/model-7b@main", "/data/model", True),
+        (None, "org/model", False),
+        ("", "org/model", False),
+        ("org/model", None, True),  # random weights of another architecture's file
+    ],
+)
+def test_adapters_of_another_base_are_announced(
+    peft: Path, base: str | None, path: str | None, is_other: bool
+) -> None:
+    file = peft / "adapter_config.json"
+    content = json.loads(file.read_text()) | {"base_model_name_or_path": base, "revision": None}
+    file.write_text(json.dumps(content))
+    model = ModelConfig(path=path) if path else ModelConfig(init="folder/other.json")
+    section = LoraConfig(path=str(peft))
+    assert not list(lora_rules(section, FAMILY, SHAPE))
+    notice = base_notice(section, model)
+    assert (notice is not None) == is_other
+    if notice is not None:
+        assert f"trained on {base}" in notice and str(path or model.init) in notice
+    assert base_notice(LoraConfig(rank=4), model) is None
 
 
 def test_two_tensors_with_one_name_are_refused(peft: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from hybridrl.config.lora import LoraConfig
+from hybridrl.config.schema import ModelConfig
+from hybridrl.config.starter import EXPORTED
 from hybridrl.errors import UserError
 from hybridrl.models.adapters.lora import Lora
 from hybridrl.models.adapters.peft_directory import (
     CONFIG_FILE,
     check_peft,
+    read_base_name,
     read_peft,
     read_peft_config,
 )
@@ -39,6 +42,31 @@ def lora_of(section: LoraConfig) -> Lora | None:
         return None
     alpha = DEFAULT_ALPHA if section.alpha is None else section.alpha
     return Lora(section.rank, float(alpha), tuple(section.targets), section.rslora, full)
+
+
+def base_notice(section: LoraConfig, model: ModelConfig) -> str | None:
+    """Returns a notice if adapters of `lora.path` name another base model than the run's. Only the
+    ends of both names are compared, because models are moved and stored under other paths.
+    """
+    if section.path is None:
+        return None
+    base = read_base_name(Path(os.path.expanduser(section.path)))
+    name = model.path or model.init or ""
+    if not base or _end_of_name(base) == _end_of_name(name):
+        return None
+    key = "model.path" if model.path else "model.init"
+    return (
+        f"the adapters of {section.path} were trained on {base}, as {CONFIG_FILE} says, but "
+        f"{key} is {name}. On another model they compute something else, even if all shapes fit"
+    )
+
+
+def _end_of_name(name: str) -> tuple[str, ...]:
+    """Returns the last part of a model's path or hub name; the last two of an exported run."""
+    parts = PurePath(name.partition("@")[0].casefold()).parts
+    if len(parts) > 2 and parts[-2] == "snapshots":  # in the hub's cache
+        return (parts[-3].rpartition("--")[2],)
+    return parts[-2 if parts[-1:] == (EXPORTED,) else -1 :]
 
 
 def lora_rules(section: LoraConfig, family: Family, shape: ModelShape) -> Iterator[UserError]:

@@ -27,6 +27,7 @@ from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.hybrid_engine.planning.wire_elements import wire_itemsize
 from hybridrl.loop.preflight import model_violations
+from hybridrl.models.adapters.settings import base_notice
 from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.family import read_model
 from hybridrl.models.trainable import frozen_names, synced_family, trained_summary
@@ -290,6 +291,7 @@ def _lora(
         "adapter_bytes": itemsize * roles[0].adapter_params,
         "engine_holds_adapters": held.lora is not None,
         "merging": merging_notice(config.rollout.engine, family, shape),
+        "base": base_notice(config.lora, config.model),
         "sync_bytes": itemsize * sum(map(prod, synced.values())),
         "once_receive_bytes": list(once.receive_bytes),
         "roles": {

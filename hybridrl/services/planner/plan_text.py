@@ -121,8 +121,8 @@ def _lora_lines(lora: Mapping[str, Any] | None) -> Iterator[str]:
         sent = "adapters and merged weights"
     of_sync = f"each sync sends {sent}, {traffic(lora['sync_bytes'])} per engine"
     yield f"lora     rank {lora['rank']}, {adapters} of adapters; {of_sync}"
-    if lora["merging"]:
-        yield f"         {lora['merging']}"
+    for notice in filter(None, (lora["base"], lora["merging"])):
+        yield f"         {notice}"
     yield f"         other weights are sent once; a rank receives {once} of them"
     for role, found in lora["roles"].items():
         size = traffic(found["own_bytes"])
