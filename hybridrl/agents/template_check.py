@@ -1,17 +1,24 @@
-"""Checks at the start whether a chat template only appends to a conversation. No torch."""
+"""Checks at the start whether a chat template only appends to a conversation, and shows images. No
+torch.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 from hybridrl.agents.chat_template import ChatTemplate, TemplateError
 from hybridrl.agents.conversation import TOOL, USER, Conversation, assistant, tool_call
 from hybridrl.agents.samples import Message
 from hybridrl.agents.tool_formats import TurnReader
-from hybridrl.contracts.prompts import Content
+from hybridrl.contracts.prompts import Content, Prompt
+from hybridrl.data.images import ImageTokens
 from hybridrl.environments.image_parts import IMAGE
+from hybridrl.errors import UserError
 
+NUM_CHECKED = 1000  # rows; reading all of them could take minutes
 _THOUGHT, _ANSWER = "thought-q7", "answer-q7"
 _MAX_TOKENS = 1 << 20  # more than the conversations of this module have
 _EMPTY = re.compile(r"<think>\s*</think>\s*")
@@ -27,7 +34,51 @@ _TOOLS: tuple[Message, ...] = (
 )
 _CALL = tool_call("functions.look_q7:0", "look_q7", {"x": "y"})
 _RESULT: Message = {"role": TOOL, "tool_call_id": _CALL["id"], "content": "found-q7"}
+_SHOWN: Message = {
+    "role": USER,
+    "content": [{"type": IMAGE, IMAGE: Content(IMAGE, 0, 1, "image-q7")}],
+}
 KEPT = "Tokens that were sampled stay as they are, and only new messages are rendered after them."
+
+
+def check_images(
+    tokenizer: Any,
+    name: str,
+    arguments: Mapping[str, Any],
+    images: ImageTokens,
+    prompts: Iterable[Prompt],
+) -> None:
+    """Raises UserError if agents could never show the model an image of their rows, of which the
+    first NUM_CHECKED are read.
+
+    Args:
+        name: Name of the tokenizer in messages.
+        arguments: Further arguments of the chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise no_template(name)
+    if not any(prompt.contents for prompt in islice(prompts, NUM_CHECKED)):
+        return
+    template = ChatTemplate(tokenizer, (), arguments, images)
+    if not _has_places(template, Conversation((_SHOWN,))):
+        raise UserError(
+            "model.tokenizer",
+            f"{name}, whose chat template writes no placeholder for images",
+            f"with an agent and rows that have images, a template that writes {images.text} for "
+            "each image in a message of the user",
+            "Set model.tokenizer to one with such a template, or remove the images from the rows.",
+        )
+
+
+def no_template(name: str) -> UserError:
+    """Returns the error for the tokenizer of a model that reads images, which agents use."""
+    return UserError(
+        "model.tokenizer",
+        f"{name}, which has no chat template",
+        "with an agent and a model that reads images, a tokenizer with a chat template, because "
+        "images belong to messages",
+        "Set model.tokenizer to one that has it, or add chat_template.jinja to a local folder.",
+    )
 
 
 def template_notes(template: ChatTemplate, reader: TurnReader) -> list[str]:
@@ -62,19 +113,23 @@ def _left_out(template: ChatTemplate) -> Iterator[str]:
         yield "the chat template leaves out the results of tools, so the model does not see them."
 
 
+def _has_places(template: ChatTemplate, conversation: Conversation) -> bool:
+    try:
+        template.whole(conversation, _MAX_TOKENS)
+    except TemplateError:
+        return False
+    return True
+
+
 def _without_images(template: ChatTemplate) -> Iterator[str]:
-    image = {"type": IMAGE, IMAGE: Content(IMAGE, 0, 1, "image-q7")}
-    shown: Message = {"role": USER, "content": [image]}
     calling = assistant("", "", [_CALL])
-    result = {**_RESULT, "content": [image]}
+    result = {**_RESULT, "content": _SHOWN["content"]}
     user: Message = {"role": USER, "content": "question-q7"}
     for where, messages in (
-        ("messages of the user", (shown,)),
+        ("messages of the user", (_SHOWN,)),
         ("results of tools", (user, calling, result)),
     ):
-        try:
-            template.whole(Conversation(messages, _TOOLS), _MAX_TOKENS)
-        except TemplateError:
+        if not _has_places(template, Conversation(messages, _TOOLS)):
             yield (
                 f"the chat template writes no placeholder for images in {where}. Requests with "
                 "such images are refused."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.agents.check import check_agent, check_package
+from hybridrl.agents.template_check import no_template
 from hybridrl.checkpoint.folders import (
     EXPORTS,
     HF_FILES,
@@ -420,17 +421,7 @@ def _images(config: Config, vision: VisionShape) -> Iterator[UserError]:
     except UserError as error:
         yield error
     if config.agent.is_on and not has_template(str(folder)):
-        yield _no_template(folder)
-
-
-def _no_template(folder: Path) -> UserError:
-    return UserError(
-        "model.tokenizer",
-        f"{folder}, which has no chat template",
-        "with an agent and a model that reads images, a tokenizer with a chat template, because "
-        "images belong to messages",
-        "Add chat_template.jinja to the folder, or set model.tokenizer to another one.",
-    )
+        yield no_template(config.model.tokenizer or config.model.path or str(config.model.init))
 
 
 def _own_code(config: Config) -> Iterator[UserError]:

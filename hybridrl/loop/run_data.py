@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybridrl.agents.template_check import check_images
 from hybridrl.algorithms.base import Needs
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import tokenizer_directory
@@ -129,6 +130,11 @@ def make_data(
                 store.follow(files)
                 loaded, data = load()
     notify(loaded.report())
+    if config.agent.is_on and images is not None:
+        name = config.model.tokenizer or config.model.path or str(config.model.init)
+        arguments = config.data.template_arguments
+        with world.all_agree("checking the chat template of agents"):
+            check_images(tokenizer, name, arguments, images, loaded.prompts)
     report_special_tokens(tokenizer, loaded.prompts[0], ends, notify)
     return data
 

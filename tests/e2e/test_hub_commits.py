@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import QUICKSTART, run
+from command_line import QUICKSTART, ROOT, run
 from fake_hub import FakeHub, fake_hub, settings
 from launch import run_ranks
 from safetensors.torch import load_file
@@ -24,6 +24,7 @@ from hybridrl.config.identity import identity
 from hybridrl.config.load import load_config_dict
 from hybridrl.data.sets import data_set_rows
 from hybridrl.errors import ConfigError, DataError, ModelError
+from hybridrl.loop.preflight import model_violations
 
 NAME, REPOSITORY, ROWS = "quickstart-grpo", "org/tiny", "datasets/org/sums"
 A_COMMIT = "0123456789" * 4
@@ -73,6 +74,28 @@ def reference_is(trainer: Trainer, expected: dict[str, torch.Tensor]) -> bool:
     found = next(own[name] for name in own if name.endswith("word_embeddings.weight"))
     table = expected["model.embed_tokens.weight"]
     return torch.equal(found[: len(table)], table)  # more rows pad it
+
+
+def test_agents_with_a_model_of_the_hub_need_its_chat_template(hub: FakeHub) -> None:
+    """And a processor that allows the images, of which the hub has the files too."""
+    content = (ROOT / "benchmarks" / "models" / "qwen3-vl-4b.json").read_bytes()
+    rules = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16}
+    files = {"config.json": content, "preprocessor_config.json": json.dumps(rules).encode()}
+    hub.commit("org/seeing", {**files, "tokenizer_config.json": b"{}"})
+    sections: dict[str, Any] = {
+        "run": {"name": "a"},
+        "model": {"init": "org/seeing"},
+        "algorithm": {"name": "grpo"},
+        "agent": {"command": "true"},
+        "data": {"max_prompt_tokens": 2048, "max_image_pixels": 100},
+    }
+    _, found = model_violations(load_config_dict(sections), 1)
+    assert {one.name for one in found} >= {"data.max_image_pixels", "model.tokenizer"}
+    (error,) = (one for one in found if one.name == "model.tokenizer")
+    assert "org/seeing, which has no chat template" in str(error)
+    hub.commit("org/seeing", {**files, "chat_template.jinja": b"{{ messages }}"})
+    _, found = model_violations(load_config_dict(sections), 1)
+    assert "model.tokenizer" not in {one.name for one in found}
 
 
 def test_a_run_stays_at_the_commit_that_it_began_with(

@@ -31,6 +31,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hybridrl import Trainer
 from hybridrl.contracts.batch import Producer, TrainBatch
+from hybridrl.errors import UserError
 from hybridrl.loop.exports import export_peft
 from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.vision.images import FILE, decoded
@@ -103,12 +104,12 @@ TEMPLATE = (
 )
 
 
-def with_template(model: Path, folder: Path) -> Path:
+def with_template(model: Path, folder: Path, template: str = TEMPLATE) -> Path:
     """Returns a copy of the model whose tokenizer has a chat template."""
     copy = folder / "model"
     shutil.copytree(model, copy)
     file = copy / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     return copy
 
 
@@ -154,6 +155,24 @@ def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path
     assert metrics["agent/failed"] == 0 and metrics["policy/grad_norm"] > 0
     assert metrics["mismatch/logprob_diff_max"] < 1e-4
     trainer.close()
+
+
+def test_agents_whose_template_drops_pictures_are_refused(data: Path, tmp_path: Path) -> None:
+    """Rows that no template renders could be read, but no request of an agent."""
+    texts = "{% for m in messages %}{{ m.content if m.content is string }}{% endfor %}"
+    config = {
+        "run": {"name": "agents", "dir": str(tmp_path)},
+        "model": {"init": str(with_template(data / "model", tmp_path, texts))},
+        "rollout": {"engine": "hf", "max_new_tokens": 90},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": str(data / "train.jsonl"), "max_prompt_tokens": 32},
+        "agent": {"function": "own_agents:seeing"},
+        "reward": {"function": "agent"},
+        "steps": {"prompts_per_step": 2, "samples_per_prompt": 4, "num_steps": 1},
+        "log": {"tensorboard": False, "console": False},
+    }
+    with pytest.raises(UserError, match=r"writes no placeholder for images; .*<\|image_pad\|>"):
+        Trainer.from_config(config)
 
 
 def base_of(name: str, dtype: torch.dtype, data: Path, folder: Path) -> Path:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_programs import APIS, pictures, png, uri
 from agent_server import Served
-from agent_templates import chat_template, images_of
+from agent_templates import chat_template, images_of, tokenizer_of
 from command_line import ROOT
 from test_agents_endpoint import PATHS, TESTS, other_python, post
 from test_agents_sessions import Agent, result_of
@@ -21,12 +23,14 @@ from tiny_images import PREPROCESSING
 from hybridrl.agents.conversation import BadRequest, Conversation
 from hybridrl.agents.samples import Row
 from hybridrl.agents.task_images import ImageReader, prompt_with_images
+from hybridrl.agents.template_check import check_images
 from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import Producer, RolloutBatch
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.response_contents import with_contents
 from hybridrl.data.images import ImageTokens
 from hybridrl.environments.image_parts import MAX_FILE_BYTES
+from hybridrl.errors import UserError
 from hybridrl.generation.responses import AgentResponse, AgentSequence, completion_from_json
 from hybridrl.generation.saved_rollouts import saved_fields
 from hybridrl.loop.preflight import model_violations
@@ -289,6 +293,29 @@ def test_templates_receive_only_the_place_of_a_picture() -> None:
     """A template may print whole parts."""
     (message,) = chat_template(FAMILY).prepared([shown(png(1))])
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": "look"}]
+
+
+def test_a_template_that_drops_pictures_is_refused_if_rows_have_some() -> None:
+    """Also that of a hub model, or of a tokenizer that was passed to the trainer."""
+    assert TOKENS is not None
+    content = replace(TOKENS.processor.content(png(1)), start=0)
+    text, seeing = Prompt(0, "a", (5,)), Prompt(1, "b", (5,) * content.end, contents=(content,))
+
+    def said(tokenizer: Any, *prompts: Prompt) -> str:
+        assert TOKENS is not None
+        try:
+            check_images(tokenizer, "org/model", {}, TOKENS, prompts)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    showing, dropping = tokenizer_of(FAMILY), tokenizer_of("qwen2.5")
+    assert said(showing, text, seeing) == said(dropping, text) == ""
+    refused = said(dropping, text, seeing)
+    assert refused.startswith("model.tokenizer: got org/model, whose chat template writes no pl")
+    without = copy.copy(showing)
+    without.chat_template = None
+    assert "org/model, which has no chat template" in said(without, text)
 
 
 def test_agents_with_pictures_need_a_chat_template(tmp_path: Path) -> None:
