@@ -37,10 +37,9 @@ def supported(model: Path, layouts: list[str]) -> list[str]:
 
 @pytest.mark.dist
 def test_images_have_the_gradients_of_one_process(model: Path, is_full: bool) -> None:
-    layouts, towers = [f"2,1,1,1,{ORDER},full", f"1,2,1,1,{ORDER}"], "trained"
+    layouts, towers = [f"2,1,1,1,{ORDER},full", f"1,2,1,1,{ORDER}", f"1,1,2,1,{ORDER}"], "trained"
     if is_full:
-        layouts += [f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER},full", f"1,1,2,1,{ORDER}"]
-        layouts.append(f"1,1,1,1,{ORDER}")
+        layouts += [f"2,1,1,1,{ORDER}", f"1,2,1,1,{ORDER},full", f"1,1,1,1,{ORDER}"]
         towers = "trained,frozen"
     layouts = supported(model, layouts)
     run_ranks(2, WORKER, ["compare", str(model), towers, *layouts], timeout_s=300)
