@@ -287,7 +287,7 @@ def test_requests_wait_for_the_memory_of_pixel_values(
     oracle = case.model(1, engine.name)
     write(engine, oracle, case, version=6)
     asked = requests(case)
-    monkeypatch.setattr("hybridrl.rollout.vllm.adapter.MAX_PIXEL_BYTES", 1)
+    monkeypatch.setattr("hybridrl.rollout.common.image_pixels.MAX_PIXEL_BYTES", 1)
     engine.submit(asked)
     done, most = dict[int, Completion](), 0
     while len(done) < len(asked):

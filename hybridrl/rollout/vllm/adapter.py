@@ -12,7 +12,6 @@ import torch
 
 from hybridrl.errors import ModelError
 from hybridrl.models.hf.config_keys import end_tokens_of
-from hybridrl.models.vision.images import ImageProcessor, Preprocessing
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
@@ -26,7 +25,7 @@ from hybridrl.rollout.vllm.adapters import LiveAdapters, slot_tensors
 from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.fp8 import check_kernels, is_cache_scale, multiply_unrounded_tokens
-from hybridrl.rollout.vllm.images import MAX_PIXEL_BYTES, NUM_FOLLOWING, PixelItems
+from hybridrl.rollout.vllm.images import PixelItems
 from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.repairs import compute_wide_logits, rotate_with_torch
 from hybridrl.rollout.vllm.routing import RecordedExperts
@@ -89,10 +88,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @cached_property
     def _pixels(self) -> PixelItems:
-        vision, directory = self._shape.vision, self._settings.directory
-        assert vision is not None and directory is not None
-        processor = ImageProcessor(vision, Preprocessing.read(directory, vision))
-        return PixelItems(processor, self._dtype)
+        return PixelItems.of(self._settings, self._shape)
 
     def _settle(self, model: torch.nn.Module) -> None:
         if self._settings.quantization == "fp8":
@@ -201,21 +197,15 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             return
         held = {row.request.request_id for row in self._running.values()}
         waiting = [row for request_id, row in self._rows.items() if request_id not in held]
-        images = [one for row in self._running.values() for one in row.request.contents]
-        pixels = self._pixels.sizes(images) if images else {}
-        num_bytes = sum(pixels.values())
-        for index, row in enumerate(waiting[: num_held - len(held)]):
-            if row.request.contents:
-                following = waiting[index : index + NUM_FOLLOWING]
-                self._pixels.decode_ahead(
-                    one for other in following for one in other.request.contents
-                )
-                sizes = self._pixels.sizes(row.request.contents)
-                num_bytes += sum(size for key, size in sizes.items() if key not in pixels)
-                if self._running and num_bytes > MAX_PIXEL_BYTES:
-                    break
-                pixels |= sizes
-            self._add(row)
+        requests = [row.request for row in waiting]
+        beginning: Sequence[Request] = requests[: num_held - len(held)]
+        if any(request.contents for request in beginning):
+            running = (row.request for row in self._running.values())
+            beginning = self._pixels.admitted(beginning, running)
+        for index, request in enumerate(beginning):
+            if request.contents:
+                self._pixels.decode_following(requests[index:])
+            self._add(waiting[index])
 
     def _add(self, row: RunningRequest) -> None:
         """Passes a request to vLLM; its tokens so far become part of the prompt."""

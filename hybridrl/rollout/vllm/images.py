@@ -8,26 +8,22 @@ tokens, with a placeholder for each feature of an image, and the vision tower's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from hybridrl.contracts.prompts import Content
 from hybridrl.models.family import ModelShape
-from hybridrl.models.vision.decoding import DecodedAhead
-from hybridrl.models.vision.images import GRID, ImageProcessor
-from hybridrl.models.vision.tower import pixel_values
+from hybridrl.models.vision.images import GRID
+from hybridrl.rollout.common.image_pixels import Pixels
 from hybridrl.rollout.common.process_state import replaced
 from hybridrl.rollout.common.settings import EngineSettings
 
 IMAGE = "image"
 MAX_IMAGES = 999  # per prompt, as in vLLM
-# Limit on the pixel values of requests that one rank's vLLM has at the same time, in host memory.
-MAX_PIXEL_BYTES = 2 << 30
-NUM_FOLLOWING = 64  # requests whose images are decoded ahead
 
 
 def image_arguments() -> dict[str, Any]:
@@ -94,24 +90,8 @@ def encode_once(scheduler: Any) -> None:
     scheduler._try_schedule_encoder_inputs = schedule_or_wait
 
 
-class PixelItems:
-    """Pixel values of requests' images, as vLLM stores them, rounded to the tower's `dtype`.
-    Requests with the same image, such as the samples of a prompt, share its values.
-    """
-
-    def __init__(self, processor: ImageProcessor, dtype: torch.dtype) -> None:
-        self._processor, self._dtype = processor, dtype
-        self._items: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._decoded = DecodedAhead(processor)
-
-    def decode_ahead(self, contents: Iterable[Content]) -> None:
-        """Decodes the first of these images in other threads, if vLLM does not have them yet."""
-        self._decoded.begin(content for content in contents if content.key not in self._items)
-
-    def sizes(self, contents: Iterable[Content]) -> dict[str, int]:
-        """Returns the bytes of each different image's values, by key."""
-        copies = self._processor.vision.config.get("temporal_patch_size", 2) * self._dtype.itemsize
-        return {one.key: self._processor.num_bytes(one) * copies for one in contents}
+class PixelItems(Pixels[Any]):
+    """Pixel values of requests' images, as vLLM stores them."""
 
     def features_of(self, contents: Sequence[Content], num_updates: int) -> list[Any]:
         """Returns vLLM's description of a prompt's images. The number of weight updates is part of
@@ -122,7 +102,7 @@ class PixelItems:
 
         return [
             MultiModalFeatureSpec(
-                data=self._item(content),
+                data=self.values_of(content),
                 modality=IMAGE,
                 identifier=f"{content.key}-{num_updates}",
                 mm_position=PlaceholderRange(offset=content.start, length=content.num_tokens),
@@ -130,20 +110,15 @@ class PixelItems:
             for content in contents
         ]
 
-    def _item(self, content: Content) -> Any:
+    def stored(self, content: Content, values_PC: Tensor) -> Any:
+        """Returns vLLM's description of an image's values."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-        if (found := self._items.get(content.key)) is not None:
-            return found
         grids = torch.from_numpy(content.arrays[GRID])[None]
-        values = pixel_values(
-            self._processor, [self._decoded.patches(content)], self._dtype, torch.device("cpu")
-        )
-        given: Any = {"pixel_values": values, "image_grid_thw": grids}
+        given: Any = {"pixel_values": values_PC, "image_grid_thw": grids}
         fields: Mapping[str, Any] = {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes(IMAGE, grids.prod(-1)),
             "image_grid_thw": MultiModalFieldConfig.batched(IMAGE, keep_on_cpu=True),
         }
         (item,) = MultiModalKwargsItems.from_hf_inputs(given, fields)[IMAGE]
-        self._items[content.key] = item
         return item
