@@ -20,6 +20,7 @@ sys.path += [str(Path(__file__).parent / folder) for folder in ("dist", "contrac
 import engine_cases
 import test_images
 import test_parity
+from packaged import REFUSED_FAMILIES
 from tiny_images import FAMILIES as WITH_IMAGES
 
 AXES = ("tp", "pp", "cp", "vpp")
@@ -94,7 +95,7 @@ def engines() -> dict[str, set[str]]:
     import experts_worker
     import packaged_worker
 
-    found: dict[str, set[str]] = {"vllm": set(WITH_IMAGES), "sglang": set()}
+    found = {name: set(WITH_IMAGES) - set(refused) for name, refused in REFUSED_FAMILIES.items()}
     # Others in engine_cases.py are those of tests of one engine.
     models = {
         **engine_cases.PACKAGED_MODELS,

@@ -21,6 +21,8 @@ CLASSES = {
 
 # Keys of models that an engine refuses, and that its variants of the tests' models leave out.
 REFUSED_KEYS = {"vllm": (), "sglang": ("mlp_only_layers",)}
+# Families with images that an engine refuses.
+REFUSED_FAMILIES = {"vllm": (), "sglang": ("qwen3_5", "qwen3_5_moe")}
 # Engines that refuse presence_penalty of a request that goes on, saved or after an update. No trait
 # says so: what is trained on has no penalties, and evaluations are not saved before their end.
 LOSE_PRESENCE = ("vllm",)

@@ -34,9 +34,9 @@ PREPROCESSING = {
 }
 
 
-def save_processor(folder: Path) -> None:
+def save_processor(folder: Path, **change: Any) -> None:
     """Writes the file that describes the processing of images."""
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**PREPROCESSING, **change}))
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -75,7 +75,10 @@ def oracle_logits(
     embedded = embedded.masked_scatter(mask[..., None], torch.cat(found.pooler_output))
     more: dict[str, Any] = {}
     if hasattr(found, "deepstack_features"):  # Qwen3-VL
-        deep = [torch.cat(one) for one in found.deepstack_features]
+        # transformers 5.12 returns one tensor for all images.
+        deep = [
+            one if isinstance(one, Tensor) else torch.cat(one) for one in found.deepstack_features
+        ]
         more = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
     hidden = oracle.model.language_model(inputs_embeds=embedded, position_ids=positions, **more)
     return oracle.lm_head(hidden.last_hidden_state[0])

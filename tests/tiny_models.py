@@ -167,6 +167,9 @@ HYBRID_WITH_IMAGES = {
 WIDE_HYBRID = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 # Attention heads of 32 or more, which vLLM's kernels have on CPU.
 WIDE = {"hidden_size": 128}
+# SGLang knows Qwen2.5-VL's own patches only, and rounds the size of feed-forward layers up to a
+# multiple of 8.
+WIDE_WINDOWS = {"patch_size": 14, "window_size": 56, "intermediate_size": 44}
 
 
 YARN = {
@@ -366,6 +369,7 @@ def tiny_model(
         if wide:
             rope = WITH_WINDOWS["text_config"]["rope_parameters"] | {"mrope_section": [4, 6, 6]}
             own["text_config"] |= {"rope_parameters": rope}
+            own["vision_config"] |= WIDE_WINDOWS
         own["vision_config"]["out_hidden_size"] = sizes["hidden_size"]
         model = hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(**own))
     elif name == "mixtral":

@@ -64,19 +64,19 @@ RAN = {
     "qwen3": Ran(DENSE, BOTH),
     "qwen3_vl": Ran(
         SHORT,
-        VLLM,
+        BOTH,
         OnGpus("Qwen3-VL-4B: GRPO steps", f"{RESULTS}/step_images_h200.json", "qwen3-vl-4b"),
     ),
     "qwen2_5_vl": Ran(
         SHORT,
-        VLLM,
+        BOTH,
         OnGpus(
             "Shapes of Qwen2.5-VL-7B: GRPO step",
             f"{RESULTS}/step_images_qwen25vl_h200.json",
             "qwen2.5-vl-7b",
         ),
     ),
-    "qwen3_vl_moe": Ran(("TP2 PP2 EP2", "TP2 CP2 EP2"), VLLM),
+    "qwen3_vl_moe": Ran(("TP2 PP2 EP2", "TP2 CP2 EP2"), BOTH),
     "qwen3_5_text": Ran(
         ("TP2", "PP2", "TP2 PP2", "PP2 VPP2"),
         VLLM,

@@ -7,6 +7,7 @@ which the others are merged, so requests for other adapters need an engine that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from hybridrl.config.roles import trains_policy
@@ -81,6 +82,21 @@ def hybrid_rules(engine: str, records_experts: bool, shape: ModelShape) -> Itera
             "rollout",
             f"off with {engine} and a model that has {shape.mixer.name}",
             "Set algorithm.router_replay=off, or rollout.engine=hf.",
+        )
+
+
+def patch_rules(engine: str, shape: ModelShape) -> Iterator[UserError]:
+    """Yields an error if an engine's vision tower does not read patches of a model's size."""
+    vision, traits = shape.vision, ENGINES[engine]
+    if vision is None or vision.kind not in traits.patch_sizes:
+        return
+    size, allowed = prod(vision.tensors["patch_embed.proj.weight"][1:]), traits.patch_sizes
+    if size != allowed[vision.kind]:
+        yield UserError(
+            "model's vision_config: numbers in a patch",
+            size,
+            f"{allowed[vision.kind]} with rollout.engine={engine}, as in published models",
+            "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
 
 
@@ -165,6 +181,7 @@ def policy_rules(
         *mixer_rules(shape.mixer, train.tp, train.cp, rollout.tp),
         *mtp_rules(train, has_policy, lora is not None, family, shape, hf_config),
         *hybrid_rules(rollout.engine, replays(config), shape),
+        *patch_rules(rollout.engine, shape),
         *freeze_rules(frozen_names(train.freeze, shape), family, shape, head),
         *lora_rules(config.lora, family, shape),
         *quantized_model_rules(rollout, train, family, shape),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import PydanticKnownError
@@ -38,6 +38,8 @@ class EngineTraits:
     records_experts: bool = False  # whether it can record the experts chosen for each token
     max_likely: int = 0  # most probable tokens that it can record at each position
     reads_images: bool = False  # whether prompts may contain images
+    # Numbers in a patch that a kind of vision tower reads; other kinds read any.
+    patch_sizes: Mapping[str, int] = field(default_factory=dict)
     # Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/ was
     # compiled, gradients use that memory meanwhile.
     sleeps: bool = False
@@ -130,6 +132,10 @@ ENGINES = {
         is_expert_parallel=True,
         takes_experts=True,
         records_experts=True,
+        reads_images=True,
+        # SGLang takes pixel values of another size for features (0.5.16 to 0.5.23). These are
+        # channels, frames, height and width, as in published models.
+        patch_sizes={"qwen2_5_vl": 3 * 2 * 14 * 14},
         takes_adapters=True,
         has_fused_parameters=True,
         sleeps=True,

@@ -16,14 +16,15 @@ import pytest
 import torch
 import vllm_kernels
 from command_line import ROOT, records, run
-from packaged import needs
+from packaged import CLASSES, needs
 from peft import PeftModel
 from rounded_agreement import check_rounded
 from safetensors.torch import load_file
-from tiny_images import oracle_logits
+from tiny_images import oracle_logits, save_processor
 from tiny_models import tiny_model
 from transformers import (
     AutoImageProcessor,
+    AutoTokenizer,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
@@ -38,6 +39,8 @@ from hybridrl.models.vision.images import FILE, decoded
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 from hybridrl.services.report.page_data import read_run
 
+PACKAGED = [pytest.param(name, marks=[*needs(name), pytest.mark.full]) for name in CLASSES]
+ENGINES = ["hf", *PACKAGED]
 EXAMPLE = ROOT / "examples" / "pictures"
 SHORT = (
     "steps.num_steps=4",
@@ -113,9 +116,7 @@ def with_template(model: Path, folder: Path, template: str = TEMPLATE) -> Path:
     return copy
 
 
-@pytest.mark.parametrize(
-    "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path: Path) -> None:
     """Transformers is the oracle for engine and trainer; branches differ only in pictures."""
     config = {
@@ -281,9 +282,7 @@ def lengths(prompt: Any, response: str, columns: Any) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "engine", ["hf", pytest.param("vllm", marks=[*needs("vllm"), pytest.mark.full])]
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_environment_shows_pictures_in_later_turns(
     data: Path, engine: str, tmp_path: Path
 ) -> None:
@@ -324,8 +323,11 @@ def test_an_environment_shows_pictures_in_later_turns(
 @pytest.mark.parametrize(
     "engine",
     [
-        ("rollout.engine=hf",),
-        pytest.param(("rollout.engine=vllm", "rollout.tp=2"), marks=needs("vllm")),
+        pytest.param(("rollout.engine=hf",), id="hf"),
+        *(
+            pytest.param((f"rollout.engine={name}", "rollout.tp=2"), marks=needs(name), id=name)
+            for name in CLASSES
+        ),
     ],
 )
 def test_rewards_train_on_pictures(data: Path, engine: tuple[str, ...], tmp_path: Path) -> None:
@@ -350,3 +352,39 @@ def test_rewards_train_on_pictures(data: Path, engine: tuple[str, ...], tmp_path
     samples = [json.loads(line) for line in (folder / "step_000001.jsonl").open()]
     assert len({name for one in samples for name in one["images"]}) == 16  # one per prompt
     assert all((folder / "images" / f"{name}.jpg").is_file() for name in samples[0]["images"])
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in CLASSES])
+def test_rewards_train_a_tower_with_windows(data: Path, engine: str, tmp_path: Path) -> None:
+    """A tower with gated layers, whose parameters SGLang pads."""
+    folder = tmp_path / "model"
+    shutil.copytree(data / "model", folder)
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids
+    model = tiny_model("qwen2_5_vl", wide=True)
+    for name, text in (
+        ("image_token_id", "<|image_pad|>"),
+        ("vision_start_token_id", "<|vision_start|>"),
+        ("vision_end_token_id", "<|vision_end|>"),
+    ):
+        setattr(model.config, name, ids(text))
+    model.save_pretrained(folder)
+    save_processor(folder, patch_size=14, size={"shortest_edge": 84**2, "longest_edge": 84**2})
+    run(
+        "train",
+        EXAMPLE / "grpo.yaml",
+        f"model.path={folder}",
+        f"data.prompts={data / 'train.jsonl'}",
+        *SHORT,
+        f"run.dir={tmp_path}",
+        "steps.num_steps=3",
+        "rollout.max_new_tokens=12",
+        "reward.function=own_rewards:length",
+        f"rollout.engine={engine}",
+        "rollout.tp=2",
+        "--world",
+        "2",
+    )
+    for step in records(tmp_path / "pictures-grpo"):
+        assert step["mismatch/logprob_diff_max"] < 1e-4 and step["policy/grad_norm"] > 0

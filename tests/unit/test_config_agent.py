@@ -80,7 +80,11 @@ def test_sections_that_agents_do_not_support_are_named(sections, name):
 @pytest.mark.parametrize(
     ("sections", "name", "message"),
     [
-        ({"rollout": {"engine": "sglang"}}, "rollout.engine", "hf or vllm with a model that reads"),
+        (
+            {"rollout": {"engine": "scripted"}},
+            "rollout.engine",
+            "hf or vllm or sglang with a model that reads",
+        ),
         ({"algorithm": {"name": "ppo"}}, "algorithm.name", "without a critic or reward model"),
         ({"algorithm": {"name": "reward_model"}}, "algorithm.name", "without a critic"),
         (

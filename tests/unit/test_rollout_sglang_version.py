@@ -109,7 +109,9 @@ def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
         moe: Any, latent: Any = None, window: int | None = None, sinks: bool = False
     ) -> list[UserError]:
         sizes = {"moe": moe, "latent": latent, "window": window}
-        shape = SimpleNamespace(**sizes, attention_sinks=sinks, mixer=None, whole_qk_norm=False)
+        shape = SimpleNamespace(
+            **sizes, attention_sinks=sinks, vision=None, mixer=None, whole_qk_norm=False
+        )
         return list(model_rules(shape, "float32", True))
 
     assert rules(None) == rules(SimpleNamespace(dense_layers=(), has_bias=False)) == []

@@ -67,6 +67,27 @@ class Chunks:
         self._known = [*self._known[-1:], (ends_C, groups, order)]
         return groups, order
 
+    def attend(
+        self, query_PHd: Tensor, key_PHd: Tensor, value_PHd: Tensor, ends_C: Tensor, scale: float
+    ) -> Tensor:
+        """Returns the output of attention for each patch, (P, H, d), in one call of the kernel for
+        all chunks of equal length.
+        """
+        groups, order_P = self.groups(ends_C)
+        outputs = []
+        for length, patches_N in groups:
+            query_CHLd, key_CHLd, value_CHLd = (
+                (one if order_P is None else one.index_select(0, patches_N))
+                .unflatten(0, (-1, length))
+                .transpose(1, 2)
+                for one in (query_PHd, key_PHd, value_PHd)
+            )
+            found_CHLd = torch.nn.functional.scaled_dot_product_attention(
+                query_CHLd, key_CHLd, value_CHLd, scale=scale
+            )
+            outputs.append(found_CHLd.transpose(1, 2).flatten(0, 1))
+        return outputs[0] if order_P is None else torch.cat(outputs).index_select(0, order_P)
+
 
 class ChunkedAttention(torch.nn.Module):
     """Attention of a tower's block in one call for all chunks of equal length.
@@ -94,21 +115,8 @@ class ChunkedAttention(torch.nn.Module):
             self.qkv(hidden_PD).view(num, 3, self._num_heads, -1).unbind(1)
         )
         query_PHd, key_PHd = apply_rotary_pos_emb_vision(query_PHd, key_PHd, *position_embeddings)
-        groups, order_P = self._chunks.groups(cu_seqlens)
-        outputs = []
-        for length, patches_N in groups:
-            query_CHLd, key_CHLd, value_CHLd = (
-                (one if order_P is None else one.index_select(0, patches_N))
-                .unflatten(0, (-1, length))
-                .transpose(1, 2)
-                for one in (query_PHd, key_PHd, value_PHd)
-            )
-            found_CHLd = torch.nn.functional.scaled_dot_product_attention(
-                query_CHLd, key_CHLd, value_CHLd, scale=self._scale
-            )
-            outputs.append(found_CHLd.transpose(1, 2).reshape(-1, hidden_PD.shape[-1]))
-        found_PD = outputs[0] if order_P is None else torch.cat(outputs).index_select(0, order_P)
-        output_PD: Tensor = self.proj(found_PD)
+        found_PHd = self._chunks.attend(query_PHd, key_PHd, value_PHd, cu_seqlens, self._scale)
+        output_PD: Tensor = self.proj(found_PHd.flatten(1))
         return output_PD
 
 

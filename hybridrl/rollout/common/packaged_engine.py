@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.config.wrapped_models import wrapped_name
+from hybridrl.config.wrapped_models import name_in_files
 from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
@@ -88,8 +88,10 @@ class LiveAdapters(Protocol):
         """Raises RuntimeError if the package has dropped or moved an adapter."""
 
 
-def _load_as_in_files(load: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    load((wrapped_name(name), tensor) for name, tensor in tensors)
+def _load_as_in_files(
+    load: Any, hf_config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    load((name_in_files(name, hf_config), tensor) for name, tensor in tensors)
 
 
 class ExpertRecorder(Protocol):
@@ -223,6 +225,11 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     def _layout_name(name: str) -> str | None:
         """Returns a parameter's name in the layout; None if it is a copy of others."""
 
+    @staticmethod
+    def _padded(layout: RankLayout) -> RankLayout:
+        """Returns the layout with the elements that the package adds to parameters."""
+        return layout
+
     @abstractmethod
     def _start(self) -> None:
         """Starts the package, with `_prepare`; sets `_live`, `_runs_ahead` and `_cache_bytes`."""
@@ -273,7 +280,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     def _weight_layout(self, family: Family) -> RankLayout:
         _, tp_rank = self._placement.place(self._rank)
         tp, ep = self._placement.tp, self._settings.ep
-        layout = fused_layout(family, self._shape, tp, tp_rank, ep)
+        layout = self._padded(fused_layout(family, self._shape, tp, tp_rank, ep))
         experts = self._placement.experts_of(self._rank)
         if experts is not None:
             if not ENGINES[self.name].takes_expert_maps:
@@ -332,7 +339,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         load_files: Any = model.load_weights
         load = load_files
         if self._shape.vision is not None:  # files use other tensor names
-            load = partial(_load_as_in_files, load_files)
+            load = partial(_load_as_in_files, load_files, self._settings.hf_config)
         shapes = hf_shapes(base_of(self._family), self._shape)
         shapes = with_scale_shapes(shapes, self._quantized())
         dealt = [self._placement.experts_of(rank) or () for rank in self._inputs.members]

@@ -8,18 +8,30 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import torch
 
+from hybridrl.config.wrapped_models import SHORT_VISUAL, VISUAL
+from hybridrl.contracts.prompts import Content
 from hybridrl.models.adapters.slots import POLICY
+from hybridrl.models.weights import RankLayout
 from hybridrl.rollout.common.engine_memory import SleepingMemory
+from hybridrl.rollout.common.image_pixels import NUM_FOLLOWING
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.settings import too_long
 from hybridrl.rollout.common.weight_copies import LatentCopies
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
 from hybridrl.rollout.sglang.adapters import LiveAdapters
+from hybridrl.rollout.sglang.images import (
+    ImageNumbers,
+    PixelTensors,
+    attend_by_image,
+    set_deepstack,
+    with_padded_tower,
+)
 from hybridrl.rollout.sglang.memory import sleeping_memory
 from hybridrl.rollout.sglang.repairs import settle_longrope
 from hybridrl.rollout.sglang.routing import RecordedExperts
@@ -47,13 +59,21 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     @staticmethod
     def _layout_name(name: str) -> str:
+        if name.startswith(SHORT_VISUAL):
+            name = name.replace(".attn.qkv_proj.", ".attn.qkv.")
+            return f"{VISUAL}{name.removeprefix(SHORT_VISUAL)}"
         name = name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")
         return name.replace(".experts.w", ".experts.routed_experts.w")
+
+    @staticmethod
+    def _padded(layout: RankLayout) -> RankLayout:
+        return with_padded_tower(layout)
 
     def _start(self) -> None:
         layout = self._placement
         self._running: dict[int, _Running] = {}  # by request id
         self._shared_prompts = SharedPrompts()
+        self._image_numbers = ImageNumbers()
         # `_by_text`: requests with stop strings. `_leaving`: requests that ended at a stop string,
         # but which SGLang has not ended yet.
         self._by_text: set[int] = set()
@@ -78,8 +98,17 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
         self._runs_ahead = self._scheduler.is_overlapped
 
+    @cached_property
+    def _pixels(self) -> PixelTensors:
+        return PixelTensors.of(self._settings, self._shape)
+
     def _settle(self, model: torch.nn.Module) -> None:
         settle_longrope(model, self._inputs.version)
+        if self._shape.vision is not None:
+            set_deepstack(model, self._shape.vision)
+            if self._device.type == "cpu":
+                tower: Any = model.visual
+                attend_by_image(tower)
 
     def _own_memory(self) -> SleepingMemory:
         written = self._written_parameters()
@@ -115,6 +144,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._shared_prompts.forget()
         if self._memory is None or not self._memory.is_asleep:
             self._scheduler.forget_requests()
+        self._image_numbers.forget()
 
     def clear(self) -> None:
         super().clear()
@@ -157,8 +187,16 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         if (room := self._settings.max_batch - len(started)) <= 0:
             return
         waiting = (row.request for number, row in self._rows.items() if number not in started)
-        queued = list(islice(waiting, room))
-        for request in self._shared_prompts.due(queued, self._is_computing_prompt):
+        queued: Sequence[Request] = list(islice(waiting, room))
+        later: list[Request] = []
+        if any(request.contents for request in queued):
+            running = (one.row.request for one in self._running.values())
+            queued = self._pixels.admitted(queued, running)
+            later = list(islice(waiting, NUM_FOLLOWING))
+        due = self._shared_prompts.due(queued, self._is_computing_prompt)
+        for index, request in enumerate(due):
+            if request.contents:
+                self._pixels.decode_following([*due[index:], *later])
             self._add(request.request_id, self._rows[request.request_id])
 
     def _is_computing_prompt(self, request_id: int) -> bool:
@@ -170,13 +208,14 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         """Passes a request to SGLang; tokens that it already has become part of SGLang's prompt."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
+        tokens = array("q", [*row.request.prompt, *row.tokens])
         request = TokenizedGenerateReqInput(
             rid=str(request_id),
             input_text=None,
-            input_ids=array("q", [*row.request.prompt, *row.tokens]),
+            input_ids=tokens,
             input_embeds=None,
             token_type_ids=None,
-            mm_inputs=None,
+            mm_inputs=self._image_inputs(row.request.contents, tokens),
             sampling_params=request_sampling(
                 row.request.sampling, row.request.seed, len(row.tokens)
             ),
@@ -193,6 +232,9 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._running[request_id] = _Running(row, self._scheduler.add(request))
         if row.request.sampling.stop_strings:
             self._by_text.add(request_id)
+
+    def _image_inputs(self, images: Sequence[Content], tokens: array[int]) -> Any:
+        return self._pixels.inputs_of(images, tokens, self._image_numbers) if images else None
 
     def _end_by_text(self) -> None:
         """Ends requests at stop strings, as SGLang does not; ignores SGLang's next token."""

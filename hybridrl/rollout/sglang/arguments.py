@@ -13,6 +13,7 @@ from hybridrl.rollout.common.settings import (
     kv_cache_blocks,
     usable_bytes,
 )
+from hybridrl.rollout.sglang.images import image_arguments
 
 CPU_ATTENTION = "torch_native"
 # Share of usable memory for weights and KV cache; the rest is for activations, the sampler's copies
@@ -55,6 +56,8 @@ def server_arguments(
         # Shared experts stay separate parameters.
         "disable_shared_experts_fusion": True,
     }
+    if shape.vision is not None:
+        arguments |= image_arguments()
     per_token = shape.token_bytes(tp, getattr(torch, settings.dtype).itemsize)
     if device_memory is None:
         return arguments | _cpu_arguments(settings, per_token)

