@@ -61,7 +61,7 @@ def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
     summary = json.loads((warm / "calculator-grpo" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.1 and summary["accuracy_after"] > 0.6
     # Another process, and the checkpoint: the same responses to the same prompts.
-    said = json.loads(run("eval", CALCULATOR / "grpo.yaml", *given, "--json"))
+    said = json.loads(run("eval", CALCULATOR / "grpo.yaml", *given, "--json").splitlines()[-1])
     assert said["accuracy"] == pytest.approx(summary["accuracy_after"])
 
 
