@@ -20,10 +20,13 @@ from removed_copies import removals
 
 PHASES = ("generate", "reward", "logprobs", "advantages", "update", "checkpoint", "reshard")
 COUNT = int(os.environ.get("HYBRIDRL_MOMENTS", "6"))
+# Seconds: each moment and what follows it, then the same steps without losses.
+LIMIT_S = 300 + 60 * COUNT
 
 
 @pytest.mark.dist
 @pytest.mark.full
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
 def test_a_job_goes_on_after_losses_at_random_moments(tmp_path: Path) -> None:
     with job_on_nodes(tmp_path, "steps.num_steps=1000000", "run.max_restarts=1000") as job:
@@ -40,6 +43,7 @@ def test_a_job_goes_on_after_losses_at_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.full
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
 def test_a_job_goes_on_when_copies_in_memory_are_removed_at_random_moments(tmp_path: Path) -> None:
     with job_on_nodes(tmp_path, "steps.num_steps=1000000", "run.max_restarts=1000") as job:
