@@ -116,12 +116,11 @@ def with_template(model: Path, folder: Path, template: str = TEMPLATE) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path: Path) -> None:
-    """Transformers is the oracle for engine and trainer; branches differ only in pictures."""
-    config = {
-        "run": {"name": "agents", "dir": str(tmp_path)},
-        "model": {"init": str(with_template(data / "model", tmp_path))},
+def agents_config(data: Path, model: Path, engine: str, folder: Path) -> dict[str, Any]:
+    """Returns the configuration of a step in which agents see pictures of rows and tools."""
+    return {
+        "run": {"name": "agents", "dir": str(folder)},
+        "model": {"init": str(model)},
         "train": {"freeze": [], "micro_batch_tokens": 512},
         "rollout": {"engine": engine, "max_new_tokens": 90},
         "algorithm": {"name": "grpo"},
@@ -131,7 +130,14 @@ def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path
         "steps": {"prompts_per_step": 2, "samples_per_prompt": 4, "num_steps": 1},
         "log": {"tensorboard": False, "console": False},
     }
-    trainer = Trainer.from_config(config)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path: Path) -> None:
+    """Transformers is the oracle for engine and trainer; branches differ only in pictures."""
+    trainer = Trainer.from_config(
+        agents_config(data, with_template(data / "model", tmp_path), engine, tmp_path)
+    )
     batch, _ = trainer.sample(trainer.prompts.take(2))
     trained = batch.to_train(Producer.here("the test"))
     ours_T = trainer.policy.logprobs(trained)
@@ -161,17 +167,7 @@ def test_agents_see_pictures_of_rows_and_tools(data: Path, engine: str, tmp_path
 def test_agents_whose_template_drops_pictures_are_refused(data: Path, tmp_path: Path) -> None:
     """Rows that no template renders could be read, but no request of an agent."""
     texts = "{% for m in messages %}{{ m.content if m.content is string }}{% endfor %}"
-    config = {
-        "run": {"name": "agents", "dir": str(tmp_path)},
-        "model": {"init": str(with_template(data / "model", tmp_path, texts))},
-        "rollout": {"engine": "hf", "max_new_tokens": 90},
-        "algorithm": {"name": "grpo"},
-        "data": {"prompts": str(data / "train.jsonl"), "max_prompt_tokens": 32},
-        "agent": {"function": "own_agents:seeing"},
-        "reward": {"function": "agent"},
-        "steps": {"prompts_per_step": 2, "samples_per_prompt": 4, "num_steps": 1},
-        "log": {"tensorboard": False, "console": False},
-    }
+    config = agents_config(data, with_template(data / "model", tmp_path, texts), "hf", tmp_path)
     with pytest.raises(UserError, match=r"writes no placeholder for images; .*<\|image_pad\|>"):
         Trainer.from_config(config)
 
