@@ -72,7 +72,7 @@ RAN = {
         BOTH,
         OnGpus(
             "Shapes of Qwen2.5-VL-7B: GRPO step",
-            f"{RESULTS}/step_images_qwen25vl_h200.json",
+            f"{RESULTS}/step_images_h200.json",
             "qwen2.5-vl-7b",
         ),
     ),

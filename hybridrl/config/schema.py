@@ -168,7 +168,7 @@ class Config(Section):
             chosen: dict[str, Any] = {}
             if self.train.layers == "auto":
                 chosen["layers"] = "torch"
-            if self.train.share_prompts is None and self.train.cp == 1:
+            if self.train.share_prompts is None:
                 chosen["share_prompts"] = True
             self.__dict__["train"] = self.train.model_copy(update=chosen)
         # By default, an agent's reward is the one that it reports.

@@ -79,7 +79,7 @@ class TrainConfig(Section):
     fp8: Literal["none", "blockwise", "hybrid"] = "none"
     """FP8 format of transformer-engine's matrix products. 'blockwise' scales blocks of 128 x 128 weights and of 128 activations by powers of two; weights then have the same bits as in an engine with rollout.quantization=fp8. 'hybrid' scales whole tensors, with another format for gradients. The default, 'none', computes in bf16, as engines do, so that log-probabilities of engines and trainer agree."""
     share_prompts: bool | None = None
-    """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on where it is known to be faster: on CPU, and with transformer-engine's layers if train.cp is 1."""
+    """Whether a prompt's tokens are stored only once per micro-batch if several samples share them. By default this is on where it is known to be faster: on CPU, and with transformer-engine's layers."""
     fp32_residual: bool = False
     """Whether the residual stream between layers is fp32, which brings bf16 results closer to fp32. Off by default, because it costs memory and bandwidth."""
     optimizer_memory: Literal["auto", "device", "low_precision", "host"] = "auto"

@@ -199,11 +199,7 @@ class ParallelModel:
         self._chunks: list[torch.nn.Module] = self._build(lender) if mesh.is_member else []
         # The layer for multi-token prediction needs the token after each prompt.
         shares = not self.shape.has_mtp and shares_prompts(
-            train.share_prompts,
-            mesh.layout.cp,
-            self.layers.kind,
-            world.platform.is_cpu,
-            self._chunks,
+            train.share_prompts, self.layers.kind, world.platform.is_cpu, self._chunks
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
         self.prompt_calls = ChosenCalls(False)

@@ -1,6 +1,7 @@
 """Long prompts, branches and Muon on one GPU; on CPU the same with torch's layers.
 
 long_worker.py OUT.json [prompts] [branches] [muon]
+torchrun --nproc-per-node=2 long_worker.py OUT.json prompts       with context parallelism
 
 `prompts`: gradients of a model whose samples share long prompts, in two calls and with copied keys,
 against fp32 without sharing. `branches`: the same for sequences of agents, in fp32 with torch's
@@ -14,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ FOUND: dict[str, Any] = {}
 
 
 def say(name: str, value: Any) -> None:
+    if os.environ["RANK"] != "0":
+        return
     FOUND[name] = value
     print(json.dumps({name: value}), flush=True)
     Path(sys.argv[1]).write_text(json.dumps(FOUND, indent=1) + "\n")
@@ -51,18 +55,21 @@ def gradients(run: Any, batch: TrainBatch) -> tuple[dict[str, torch.Tensor], tor
     outputs = model.forward_all(plan.inputs)
     logp_T = plan.column([one.logp_S for one in outputs]) * batch.response_mask_T
     model.accumulate(plan.inputs, objective)
-    found = {n: g.double() for n, (g, _) in gradients_in_hf_names(model).items()}
+    # Only where this rank's part of the optimizer holds the sum over all ranks.
+    found = {n: g.double() * held for n, (g, held) in gradients_in_hf_names(model).items()}
     return found, logp_T
 
 
-def away(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+def away(mesh: Mesh, found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     error = sum(float((found[n] - one).square().sum()) for n, one in reference.items())
-    return float((error / sum(float(one.square().sum()) for one in reference.values())) ** 0.5)
+    total = sum(float(one.square().sum()) for one in reference.values())
+    errors, totals = zip(*mesh.world.gather_objects((error, total)), strict=True)
+    return float((sum(errors) / sum(totals)) ** 0.5)
 
 
 def check_prompts(mesh: Mesh) -> None:
     for name in ("qwen2", "qwen3"):
-        make = lambda dtype, **train: train_worker.Run(name, mesh, dtype, **train)  # noqa: E731, B023
+        make = partial(train_worker.Run, name, mesh, cp=mesh.layout.cp)
         exact = make(torch.float32, layers="torch", share_prompts=False, micro_batch_tokens=BUDGET)
         batch = grouped_batch(GROUPS, exact.model.source.shape.vocab_size)
         reference, logp_T = gradients(exact, batch)
@@ -88,7 +95,7 @@ def check_prompts(mesh: Mesh) -> None:
                     "layers": run.model.layers.kind,
                     "chosen": [calls.uses_two, calls.said],
                     "micro_batches_with_two_calls": used,
-                    "gradients_from_fp32": away(found, reference),
+                    "gradients_from_fp32": away(mesh, found, reference),
                     "logprobs_from_fp32": mean,
                 },
             )
@@ -125,7 +132,7 @@ def check_branches(mesh: Mesh) -> None:
         say(
             f"branches of {name} in bf16, {'shared' if shares else 'alone'}",
             {
-                "gradients_from_fp32": away(found, reference),
+                "gradients_from_fp32": away(mesh, found, reference),
                 "logprobs_from_fp32": mean,
                 "positions": held,
             },
@@ -180,13 +187,15 @@ class Oracle(muon_worker.Oracle):
 
 
 def main() -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("PORT", "29533")}
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("PORT", "29533")}
     platform = Platform.detect()
     platform.activate()
     start_process_group(platform, 120)
     torch.backends.cuda.matmul.allow_tf32 = False
-    mesh = Mesh(World(platform, 120), TrainLayout(1))
+    size = torch.distributed.get_world_size()
+    mesh = Mesh(World(platform, 120), TrainLayout(size, cp=size))
     checks = {"prompts": check_prompts, "branches": check_branches, "muon": check_muon}
     for name in sys.argv[2:] or list(checks):
         began = time.monotonic()

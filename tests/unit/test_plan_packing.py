@@ -54,7 +54,7 @@ def trained_sizes(
     """Returns training's micro-batches of these lengths; positions and keys by sample."""
     per_prompt, shares = (
         config.steps.samples_per_prompt,
-        shares_prompts(config, shape_of(config), layout.cp),
+        shares_prompts(config, shape_of(config)),
     )
     pad = 2 * layout.cp if layout.cp > 1 else 1
     wholes = tuple(round_up(prompt + response, pad) for prompt, response in lengths)
@@ -67,6 +67,7 @@ def trained_sizes(
         token_budget=config.train.micro_batch_tokens,
         multiple=layout.pp if layout.vpp > 1 else 1,
         attention_length=attention_length(shape_of(config)),
+        pad_each=pad,
     )
     found = []
     for micro in (micro for rank in schedule_samples(inputs) for micro in rank):
@@ -76,19 +77,32 @@ def trained_sizes(
         for _, run in groupby(micro, key=inputs.groups.__getitem__):
             members = list(run)
             prefix = lengths[members[0]][0] - 1 if shares and len(members) > 1 else 0
-            positions += prefix + sum(wholes[sample] - prefix for sample in members)
+            own = [round_up(wholes[sample] - prefix, pad) for sample in members]
+            positions += round_up(prefix, pad) + sum(own)
             rows += sum(wholes[sample] for sample in members)
             first = len(sequences) if prefix else -1
-            sequences += [(prefix, -1, 0)] if prefix else []
-            sequences += [(wholes[sample] - prefix, first, prefix) for sample in members]
+            sequences += [(round_up(prefix, pad), -1, 0)] if prefix else []
+            sequences += [(one, first, prefix) for one in own]
+        sizes, prompts, continued = zip(*sequences, strict=True)
+        if shares and layout.cp > 1:
+            rows = gathered_rows((0, *accumulate(sizes)), prompts, continued, layout.cp)
         positions = round_up(positions, layout.tp * pad)
         if shares and config.train.layers != "torch" and layout.cp == 1:
-            sizes, prompts, continued = zip(*sequences, strict=True)
             bounds = [0, *accumulate(sizes), positions]
             if TwoCalls.of(bounds, (*prompts, -1), (*continued, 0), torch.device("cpu")):
                 rows = positions
         found.append(MicroBatchSize(positions, rows))
     return found
+
+
+def gathered_rows(
+    bounds: tuple[int, ...], prompts: tuple[int, ...], continued: tuple[int, ...], cp: int
+) -> int:
+    """Returns the rows of keys of context parallel ranks, each of which gathers all keys."""
+    ranks = [
+        SharedPrompts(bounds, prompts, continued, torch.zeros(1), cp, rank) for rank in range(cp)
+    ]
+    return cp * bounds[-1] + sum(len(rank.keys.index_K) for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -205,12 +219,6 @@ def test_copies_of_context_parallel_ranks_are_within_the_largest(per_prompt: int
             bounds += [bounds[-1] + prefix]
             bounds += [bounds[-1] + own * number for number in range(1, len(members) + 1)]
         continued = [0 if prompt < 0 else prefix - 1 for prompt in prompts]
-        rows = bounds[-1] * layout.cp  # each rank gathers all keys
-        for rank in range(layout.cp):
-            shared = SharedPrompts(
-                tuple(bounds), tuple(prompts), tuple(continued), torch.zeros(1), 2, rank
-            )
-            rows += len(shared.keys.index_K)
-        most = max(most, rows)
+        most = max(most, gathered_rows(tuple(bounds), tuple(prompts), tuple(continued), layout.cp))
     # Shorter prompts copy more rows per position, so the bound is not reached here.
     assert 0.5 * largest.key_rows < most <= largest.key_rows

@@ -318,19 +318,18 @@ def use_grouped_gemm() -> None:
 
 
 def shares_prompts(
-    wanted: bool | None, cp: int, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
+    wanted: bool | None, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
 ) -> bool:
     """Returns whether micro-batches store a prompt's tokens only once for all its samples.
 
     Args:
         wanted: `train.share_prompts`. If None, prompts are shared if this is possible and known to
             be faster. Sharing is not faster with torch's layers on a GPU, because their attention
-            builds its mask on the host. With context parallelism on a GPU, gradients have not been
-            compared.
+            builds its mask on the host.
 
     Raises UserError if sharing is requested, but a user's attention class does not support it.
     """
-    if wanted is None and not (is_cpu or (kind == "transformer_engine" and cp == 1)):
+    if wanted is None and not (is_cpu or kind == "transformer_engine"):
         return False
     parts = [part for module in modules for part in module.modules()]
     mixers = [m for part in parts if (m := getattr(part, "self_attention", None)) is not None]

@@ -61,13 +61,13 @@ class MicroBatchSize:
     image_tokens: int = 0
 
 
-def shares_prompts(config: Config, shape: ModelShape, cp: int) -> bool:
+def shares_prompts(config: Config, shape: ModelShape) -> bool:
     """Whether samples of one prompt store its tokens only once, as layers.py decides on GPUs."""
     if shape.has_mtp:
         return False
     if config.train.share_prompts is not None:
         return config.train.share_prompts
-    return cp == 1 and config.train.layers != "torch" and not shape.torch_only
+    return config.train.layers != "torch" and not shape.torch_only
 
 
 def samples_of_update(config: Config) -> int:
@@ -93,7 +93,7 @@ def usual_micro_batches(
         response=lengths.response,
         num_samples=samples_of_update(config),
         per_prompt=per_prompt,
-        shares=shares_prompts(config, shape, layout.cp),
+        shares=shares_prompts(config, shape),
         num_ranks=layout.dp,
         token_budget=config.train.micro_batch_tokens,
         multiple=layout.pp if layout.vpp > 1 else 1,
@@ -117,7 +117,7 @@ def positions_of_update(
 ) -> dict[str, int] | None:
     """Returns an update's positions with and without shared prompts; None if none are shared."""
     per_prompt = config.steps.samples_per_prompt
-    if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, shape, layout.cp):
+    if not _has_samples(config) or per_prompt == 1 or not shares_prompts(config, shape):
         return None
     lengths, num_samples = Lengths.of(config), samples_of_update(config)
     pad_each = 2 * layout.cp if layout.cp > 1 else 1
@@ -160,7 +160,7 @@ def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBat
         positions = budget
     else:
         positions = min(budget, share * longest)
-    shares, per_prompt = shares_prompts(config, shape, layout.cp), config.steps.samples_per_prompt
+    shares, per_prompt = shares_prompts(config, shape), config.steps.samples_per_prompt
     if config.agent.is_on:
         # The episodes are not known in advance. Recurrent layers share nothing of theirs.
         copies = shares and shape.mixer is None
@@ -277,7 +277,8 @@ def _packed(
 
 def _key_rows(prefix: int, count: int, own: int, cp: int) -> int:
     """Returns the rows of keys of samples of `own` positions with their prefix, over cp ranks."""
-    return cp * (prefix + count * own + _copied_rows(prefix, count, own, cp))
+    first = round_up(prefix, 2 * cp) if cp > 1 else prefix
+    return cp * (first + count * own + _copied_rows(prefix, count, own, cp))
 
 
 def _copied_rows(prefix: int, count: int, own: int, cp: int) -> int:
@@ -286,4 +287,4 @@ def _copied_rows(prefix: int, count: int, own: int, cp: int) -> int:
     # Each rank gathers all keys, and copies those before the end of each of its two chunks of a
     # sequence. Both ends together are the sequence and one chunk (context_parallel.py).
     ends = 1 + 1 / (2 * cp)
-    return ceil(prefix * ends + count * (2 * prefix + own * ends))
+    return ceil(round_up(prefix, 2 * cp) * ends + count * (2 * prefix + own * ends))

@@ -194,7 +194,7 @@ class Search:
         samples = config.steps.samples_per_prompt
         # Each sample stores its own copy of the last token of a shared prompt.
         group = config.data.max_prompt_tokens + samples * (lengths.longest + 1)
-        unit = group if shares_prompts(config, self.models[0].shape, 1) and samples > 1 else longest
+        unit = group if shares_prompts(config, self.models[0].shape) and samples > 1 else longest
         steps = config.steps
         per_replica = -(-steps.prompts_per_step * samples // steps.updates_per_step // dp)
         whole = per_replica * (longest + 1)

@@ -22,6 +22,7 @@ from hybridrl.models.adapters.rows import num_active_adapter_parameters
 from hybridrl.models.family import ModelShape
 from hybridrl.models.mtp import input_params, mtp_layer
 from hybridrl.models.trainable import ALL, BackwardShares
+from hybridrl.models.vision.decoding import NUM_DECODERS
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.model_rules import held_family
 from hybridrl.rollout.registry import ENGINES
@@ -96,12 +97,12 @@ FP8_STEP_S = 84e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
 # Rate of a vision tower's products and attention, as a share of the rate of large matrix products,
 # host time to launch a block's kernels in a forward pass, and time that a micro-batch loses because
-# the host waits for the device before the tower. Fitted to one run (step_images_h200.json). It
-# generated 3 s longer than these constants predict, because vLLM then computed most prompts once
-# per sample (rollout/vllm/images.py, encode_once).
+# the host waits for the device before the tower. Fitted to a run of Qwen3-VL-4B on one H200. Four
+# later runs (step_images_h200.json, step_images_2gpu_h200.json) took 0.94 to 1.08 of the predicted
+# time.
 TOWER_SHARE, HOST_TOWER_S, TOWER_WAIT_S = 0.5, 0.6e-3, 0.026
 # Host time to decode, resize and normalize an image, per token (1,024 pixels): PNG files of 1024 x
-# 1024 pixels on one core, from 25 to 50 ms.
+# 1024 pixels on one core, from 25 to 50 ms. Threads do it while the engine generates.
 IMAGE_TOKEN_S = 30e-6
 STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 
@@ -144,7 +145,7 @@ def packs(
     updates = steps.updates_per_step
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
     prompt, response = lengths.prompt, lengths.response
-    group = min(per_prompt, samples) if shares_prompts(config, shape, cp) else 1
+    group = min(per_prompt, samples) if shares_prompts(config, shape) else 1
     pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
     each = ceil(group / pieces)  # samples per unit; each but the first repeats the last token
     unit = prompt + each * response + each - 1
@@ -387,12 +388,13 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     num_prompts = ceil(steps.prompts_per_step / replicas)
     prefill_s = 2.0 * params * num_prompts * lengths.prompt / tp / (PREFILL_SHARE * matrix)
+    images_s = 0.0
     if (vision := shape.vision) is not None:  # the images of each prompt are computed once
         work = image_work(config, vision, num_prompts, requests)
         prefill_s += work.flops / tp / (TOWER_SHARE * matrix) + work.traffic / tp / memory
         images = num_prompts * image_tokens(config, vision)
         images += requests * response_image_tokens(config, vision)
-        prefill_s += images * IMAGE_TOKEN_S
+        images_s = images * IMAGE_TOKEN_S / NUM_DECODERS
     # A decoding step reads only its tokens' rows of an embedding that is no output layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
@@ -400,7 +402,7 @@ def generation_s(
     gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
     # The host prepares each step while the GPU computes the previous one.
     decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
-    return decode_s + prefill_s
+    return _beside(decode_s + prefill_s, images_s)
 
 
 def step_times(
