@@ -42,7 +42,7 @@ def write_program(file: Path, text: str) -> None:
 
 
 def scheduler_stubs(folder: Path) -> dict[str, str]:
-    """Puts stubs of Slurm's commands into a folder; returns an environment that finds them."""
+    """Puts stubs of Slurm's commands into a folder; returns the variable that finds them."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH)):
         write_program(folder / name, text)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}

@@ -106,6 +106,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:  # typer always exits this way
+        # A terminal that closes while the interpreter exits must not change the exit code.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         failure.end()
         if is_rank() and end.code in STOP_CODES:
             _leave(int(end.code))

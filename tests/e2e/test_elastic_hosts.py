@@ -27,6 +27,7 @@ exec env -u HYBRIDRL_CACHE sh -c "$2"
 KNOBS = (
     *SMALL,
     "steps.prompts_per_step=12",
+    "train.lr_schedule=constant",  # the same whatever steps.num_steps is
     "checkpoint.every=1",
     "checkpoint.keep=3",
     "run.max_restarts=5",

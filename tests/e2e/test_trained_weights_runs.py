@@ -20,6 +20,7 @@ PPO = (
     "train.pp=1",  # two replicas
     "train.learning_rate=1e-3",
     "train.warmup_steps=0",
+    "train.lr_schedule=constant",  # the same whatever steps.num_steps is
     "steps.prompts_per_step=8",
     "steps.samples_per_prompt=2",
     "steps.updates_per_step=2",

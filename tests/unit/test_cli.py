@@ -399,3 +399,22 @@ def test_help_whose_reader_stops_says_nothing(here: Path) -> None:
     )
     os.close(writes)
     assert done.returncode == 1 and done.stderr == ""
+
+
+def test_a_terminal_that_closes_at_the_end_does_not_change_the_exit_code(here: Path) -> None:
+    program = (
+        "import atexit, os, signal\n"
+        "from hybridrl.cli.main import main\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGHUP))\n"
+        "main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--version"],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("hybridrl "), done

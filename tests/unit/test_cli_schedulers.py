@@ -83,7 +83,7 @@ def test_an_sbatch_file_runs_every_node_and_requeues_what_the_time_limit_stopped
     expected: int,
     is_requeued: bool,
 ) -> None:
-    environment = scheduler_stubs(tmp_path)
+    environment = os.environ | scheduler_stubs(tmp_path)
     program = tmp_path / "program"
     write_program(program, PROGRAM.format(code=code, at_usr1=at_usr1, turns=turns))
     file = tmp_path / "job.sbatch"
@@ -117,7 +117,7 @@ def test_an_sbatch_file_starts_lost_ranks_again(
     tmp_path: Path, first: int, max_restarts: int, expected: int, starts: int
 ) -> None:
     """The second node loses a rank in the first start; the first one is done in each."""
-    environment = scheduler_stubs(tmp_path)
+    environment = os.environ | scheduler_stubs(tmp_path)
     program = tmp_path / "program"
     lines = ("#!/bin/bash", 'log="$(dirname "$0")/node_$3"', 'echo "$@" >>"$log"')
     fails = f'[ "$3" = 1 ] && [ "$(wc -l <"$log")" = 1 ] && exit {first}'
