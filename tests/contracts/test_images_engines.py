@@ -272,6 +272,18 @@ def test_a_stand_in_for_the_processor_has_what_vllm_asks_for(engine: Any) -> Non
     assert engine._live.llm.reset_mm_cache() is None
 
 
+def test_a_sleeping_engine_keeps_no_features_of_images(engine: Any, case: Case) -> None:
+    """They would take memory while the policy trains, and new weights never use them."""
+    if engine.name != "vllm":
+        return
+    write(engine, case.model(1, engine.name), case, version=1)
+    generate(engine, requests(case))
+    features = start.runner_of(engine._live.llm).encoder_cache
+    assert features
+    engine.sleep()
+    assert not features
+
+
 def test_images_are_read_again_after_an_update_with_an_equal_version(
     engine: Any, case: Case
 ) -> None:

@@ -165,6 +165,57 @@ def test_rows_of_data_may_fill_a_micro_batch() -> None:
     assert usual.positions == 16384
 
 
+@pytest.mark.parametrize("layout", [TrainLayout(1), TrainLayout(2, cp=2), TrainLayout(4, cp=4)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.name=dpo",),
+        ("mix.a.algorithm.name=dpo", "mix.a.data.prompts=[a.jsonl]", "mix.a.weight=1"),
+    ],
+)
+def test_pairs_in_data_share_prompts_up_to_the_largest(
+    layout: TrainLayout, overrides: tuple[str, ...]
+) -> None:
+    prompt, response, num, pad = 1024, 32, 48, max(2 * layout.cp * (layout.cp > 1), 1)
+    sizes = "data.max_prompt_tokens=1024", "mix.a.data.max_prompt_tokens=1024"
+    config = config_of(prompt, response, 16384, *overrides, *sizes[: 1 + ("mix" in overrides[0])])
+    largest = largest_micro_batch(config, shape_of(config), layout)
+    inputs = ScheduleInputs(
+        lengths=(round_up(prompt + response, pad),) * (2 * num),
+        groups=(*range(num), *range(num)),
+        prompt_lengths=(prompt,) * (2 * num),
+        part_sizes=(2 * num,),
+        num_ranks=1,
+        token_budget=16384,
+        multiple=1,
+        attention_length=attention_length(shape_of(config)),
+        pad_each=pad,
+    )
+    most, own, shared = 0, round_up(response + 1, pad), round_up(prompt - 1, pad)
+    for micro in schedule_samples(inputs)[0]:
+        bounds, prompts = [0], list[int]()
+        for _, run in groupby(micro, key=inputs.groups.__getitem__):
+            members = list(run)
+            assert len(members) == 2
+            prompts += [-1, *[len(prompts)] * 2]
+            bounds += [bounds[-1] + size for size in (shared, shared + own, shared + 2 * own)]
+        continued = tuple(0 if one < 0 else prompt - 1 for one in prompts)
+        if layout.cp == 1:
+            rows = bounds[-1] + (prompt - 1) * (len(prompts) // 3)
+        else:
+            rows = gathered_rows(tuple(bounds), tuple(prompts), continued, layout.cp)
+        most = max(most, rows)
+    assert most > 16384
+    assert most <= largest.key_rows < 2 * most
+
+
+def test_models_in_fp32_share_no_prompts_by_default_on_gpus() -> None:
+    """They have torch's layers there, as layers.py decides."""
+    config = config_of(256, 512, 16384, "model.dtype=float32")
+    assert not shares_prompts(config, shape_of(config))
+    assert shares_prompts(config_of(256, 512, 16384), shape_of(config))
+
+
 @pytest.mark.parametrize(
     ("per_prompt", "layout", "model", "rows"),
     [

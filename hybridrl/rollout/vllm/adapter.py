@@ -126,10 +126,12 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._experts.record_running()
 
     def _drop_running(self) -> None:
-        names = list(self._running)
+        names, core = list(self._running), self._live.llm.engine_core
         self._running.clear()
         if names:
-            self._live.llm.engine_core.abort_requests(names)
+            core.abort_requests(names)
+        if self._shape.vision is not None:  # features of images would stay on the device
+            core.reset_encoder_cache()
 
     def close(self) -> None:
         stop(self._live)

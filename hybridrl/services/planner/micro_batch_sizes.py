@@ -7,6 +7,8 @@ from functools import lru_cache
 from itertools import groupby
 from math import ceil, inf
 
+from hybridrl.config.data import DataConfig
+from hybridrl.config.needs import Needs
 from hybridrl.config.schema import Config
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
@@ -67,7 +69,12 @@ def shares_prompts(config: Config, shape: ModelShape) -> bool:
         return False
     if config.train.share_prompts is not None:
         return config.train.share_prompts
-    return config.train.layers != "torch" and not shape.torch_only
+    return _uses_transformer_engine(config, shape)
+
+
+def _uses_transformer_engine(config: Config, shape: ModelShape) -> bool:
+    is_able = not shape.torch_only and config.model.dtype != "float32"
+    return config.train.layers != "torch" and is_able
 
 
 def samples_of_update(config: Config) -> int:
@@ -149,9 +156,34 @@ def largest_micro_batch(config: Config, shape: ModelShape, layout: TrainLayout) 
 
 
 def _largest(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
-    budget = config.train.micro_batch_tokens
-    if not _has_samples(config):
+    needs, found = config.algorithm.needs, list[MicroBatchSize]()
+    rows = [(term.data, term.algorithm.needs) for term in config.terms().values()]
+    if needs is None or needs.rollouts:
+        found.append(_largest_of_samples(config, shape, layout))
+    else:
+        rows.append((config.data, needs))
+    found += [_largest_of_rows(config, shape, layout.cp, *one) for one in rows]
+    return MicroBatchSize(max(one.positions for one in found), max(one.key_rows for one in found))
+
+
+def _largest_of_rows(
+    config: Config, shape: ModelShape, cp: int, data: DataConfig, needs: Needs | None
+) -> MicroBatchSize:
+    """Returns the largest micro-batch of rows of data, of which `needs` says how many responses
+    each has.
+    """
+    budget, has_one = config.train.micro_batch_tokens, needs is not None and needs.feedback is None
+    if has_one or not shares_prompts(config, shape):
         return MicroBatchSize(budget, budget)
+    # The two responses share their prompt (data/supervised.py).
+    prefix = min(shared_prefix(data.max_prompt_tokens, 2), max(0, budget - 4))
+    prefix = int(min(prefix, _longest_copied(config, shape, cp)))
+    copied = _most_copied_rows(budget, prefix, 2, budget, budget, cp)
+    return MicroBatchSize(budget, cp * (budget + copied))
+
+
+def _largest_of_samples(config: Config, shape: ModelShape, layout: TrainLayout) -> MicroBatchSize:
+    budget = config.train.micro_batch_tokens
     prompt = config.data.max_prompt_tokens
     longest = prompt + config.rollout.max_new_tokens
     share = -(-samples_of_update(config) // layout.dp) + 1
@@ -179,7 +211,7 @@ def _longest_copied(config: Config, shape: ModelShape, cp: int) -> float:
 
     On GPUs, the check at the start may still choose copies (te_attention.py:choose_calls).
     """
-    is_in_place = config.train.layers != "torch" and reads_in_place(shape, cp)
+    is_in_place = _uses_transformer_engine(config, shape) and reads_in_place(shape, cp)
     return LEAST_SHARED - 1 if is_in_place else inf
 
 
