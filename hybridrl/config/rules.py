@@ -21,7 +21,7 @@ from hybridrl.config.rules_algorithm import policy_gradient_rules, supervised_ru
 from hybridrl.config.rules_experts import replay_rules, rollout_expert_rules
 from hybridrl.config.rules_images import image_rules
 from hybridrl.config.rules_lora import lora_section_rules
-from hybridrl.config.rules_mix import MUST_FIT, mix_rules, online_rules
+from hybridrl.config.rules_mix import mix_rules, must_fit, online_rules
 from hybridrl.config.rules_numerics import numerics_rules
 from hybridrl.config.rules_optimizer import optimizer_rules
 from hybridrl.config.rules_placement import (
@@ -300,9 +300,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             allowed = f"no value with algorithm {config.algorithm.name}, which learns from samples"
             remedy = "Remove data.max_response_tokens, and set rollout.max_new_tokens."
             yield UserError(key, config.data.max_response_tokens, allowed, remedy)
-    if config.train.micro_batch_tokens < trained:
-        allowed = f"at least data.max_prompt_tokens + {key} = {trained}"
-        yield config.refused("train.micro_batch_tokens", allowed, MUST_FIT)
+    yield from must_fit(config, trained, f"data.max_prompt_tokens + {key}")
     if config.data.validation is not None and needs is not None and needs.rollouts:
         allowed = f"no value with algorithm {config.algorithm.name}, which learns from samples"
         remedy = "Remove data.validation, and set data.eval_prompts."

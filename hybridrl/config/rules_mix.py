@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from hybridrl.config.mix import TermConfig
+from hybridrl.config.placement import RoleRanks, named_roles
 from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
@@ -22,6 +23,27 @@ MUST_FIT = (
     "Raise train.micro_batch_tokens, or lower one of these limits, because every sample must fit "
     "into a micro-batch."
 )
+
+
+def must_fit(config: Config, longest: int, what: str) -> Iterator[UserError]:
+    """Yields the violation if a sample of `longest` tokens, the sum of `what`, exceeds a
+    micro-batch. Context parallel ranks divide a sample into 2 * cp equal parts.
+    """
+    sizes = {"train.cp": config.train.cp} | {
+        f"{key}.cp": given.cp
+        for key, given in named_roles(config.placement).values()
+        if isinstance(given, RoleRanks) and given.cp is not None
+    }
+    padded, key = max((_padded(longest, cp), key) for key, cp in sizes.items())
+    if config.train.micro_batch_tokens < padded:
+        allowed = f"at least {what} = {longest}"
+        if padded > longest:
+            allowed += f", padded to {padded}, a multiple of 2 * {key}"
+        yield config.refused("train.micro_batch_tokens", allowed, MUST_FIT)
+
+
+def _padded(length: int, cp: int) -> int:
+    return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
 
 
 def online_rules(config: Config) -> Iterator[UserError]:
@@ -80,9 +102,8 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
         yield UserError(f"{key}.prompts_per_step", rows, allowed, remedy)
     most = term.data.longest_response(config.rollout.max_new_tokens)
     longest = term.data.max_prompt_tokens + most
-    if config.train.micro_batch_tokens < longest:
-        allowed = f"at least {key}.data.max_prompt_tokens + the longest response = {longest}"
-        yield config.refused("train.micro_batch_tokens", allowed, MUST_FIT)
+    what = f"{key}.data.max_prompt_tokens + the longest response"
+    yield from must_fit(config, longest, what)
 
 
 def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:

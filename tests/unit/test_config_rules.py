@@ -143,6 +143,18 @@ def test_rule_is_broken_by(overrides: list[str], key: str) -> None:
     assert set(keys(*overrides)) == {key}
 
 
+def test_a_micro_batch_holds_the_longest_sample_with_the_padding_of_context_parallelism() -> None:
+    sizes = "data.max_prompt_tokens=256", "rollout.max_new_tokens=256", "train.cp=3"
+    fits = "train.micro_batch_tokens=516"  # 512, rounded up to a multiple of 6
+    assert keys(*sizes, fits, world=3) == []
+    (found,) = check(load_config_dict(VALID, [*sizes, "train.micro_batch_tokens=515"]), 3, SHAPE)
+    assert found.name == "train.micro_batch_tokens"
+    assert "= 512, padded to 516, a multiple of 2 * train.cp" in str(found)
+    own = "algorithm.kl_coef=0.1", "placement.reference.cp=3", "train.micro_batch_tokens=515"
+    (found,) = check(load_config_dict(VALID, [*sizes[:2], *own]), 3, SHAPE)
+    assert "padded to 516, a multiple of 2 * placement.reference.cp" in str(found)
+
+
 FREED = "train.release_weights_in_rollout=true"
 
 
