@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from hybridrl.config.mix import TermConfig
-from hybridrl.config.placement import RoleRanks, named_roles
+from hybridrl.config.rules_placement import parallel_sizes
 from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
@@ -29,12 +29,8 @@ def must_fit(config: Config, longest: int, what: str) -> Iterator[UserError]:
     """Yields the violation if a sample of `longest` tokens, the sum of `what`, exceeds a
     micro-batch. Context parallel ranks divide a sample into 2 * cp equal parts.
     """
-    sizes = {"train.cp": config.train.cp} | {
-        f"{key}.cp": given.cp
-        for key, given in named_roles(config.placement).values()
-        if isinstance(given, RoleRanks) and given.cp is not None
-    }
-    padded, key = max((_padded(longest, cp), key) for key, cp in sizes.items())
+    sizes = parallel_sizes(config, "cp").items()
+    padded, key = max((_padded(longest, cp), key) for key, cp in sizes)
     if config.train.micro_batch_tokens < padded:
         allowed = f"at least {what} = {longest}"
         if padded > longest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.placement import (
@@ -20,6 +20,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 
 AUTO_ORDER = "auto"  # value of `train.order`
+LIKE_POLICY = ("reference", "critic")  # other roles have another shape
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -27,6 +28,22 @@ def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserErro
     train = config.train
     sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp, train.etp)
     return place(config.placement, sizes, machines)
+
+
+def parallel_sizes(
+    config: Config, axis: str, roles: Collection[str] | None = None
+) -> dict[str, int]:
+    """Returns the size of an axis such as `cp` in `train` and where `placement` sets it, by key.
+
+    Args:
+        roles: Roles whose sections in `placement` are read; None for all.
+    """
+    found: dict[str, int] = {f"train.{axis}": getattr(config.train, axis)}
+    for role, (key, given) in named_roles(config.placement).items():
+        if isinstance(given, RoleRanks) and (roles is None or role in roles):
+            size = getattr(given, axis)
+            found |= {} if size is None else {f"{key}.{axis}": size}
+    return found
 
 
 def placement_rules(
@@ -40,7 +57,7 @@ def placement_rules(
             yield UserError(key, value, f"no value {lacking[role]}", f"Remove {key}.")
         elif isinstance(given, RoleRanks):
             yield from _size_rules(key, placement.of(role))
-            if role in ("reference", "critic"):  # other roles have another shape
+            if role in LIKE_POLICY:
                 yield from _own_cut_rules(config, key, given, shape)
 
 

@@ -134,13 +134,17 @@ class DeltaShape(MixerShape):
         return FP32_BYTES * (states + pairs + 8 * self.values + 4 * self.value_heads * self.key_dim)
 
 
-def mixer_rules(mixer: MixerShape | None, tp: int, cp: int, rollout_tp: int) -> Iterator[UserError]:
+def mixer_rules(
+    mixer: MixerShape | None, tp_sizes: Mapping[str, int], cp_sizes: Mapping[str, int]
+) -> Iterator[UserError]:
+    """Yields why parallel sizes, given by key, cannot divide a model's recurrent modules."""
     if mixer is None:
         return
-    if cp > 1:
-        allowed = f"1 with {mixer.name}, which compute whole sequences"
-        yield UserError("train.cp", cp, allowed, "Set train.cp=1.")
-    for key, parts in (("train.tp", tp), ("rollout.tp", rollout_tp)):
+    for key, cp in cp_sizes.items():
+        if cp > 1:
+            allowed = f"1 with {mixer.name}, which compute whole sequences"
+            yield UserError(key, cp, allowed, f"Set {key}=1.")
+    for key, parts in tp_sizes.items():
         for name, size in mixer.divided.items():
             if size % parts:
                 allowed = f"a divisor of the model's {name} = {size}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridrl.config.roles import trains_policy
 from hybridrl.config.rules_experts import replays
+from hybridrl.config.rules_placement import LIKE_POLICY, parallel_sizes
 from hybridrl.config.rules_quantization import CACHE, WEIGHTS
 from hybridrl.config.schema import Config, RolloutConfig, TrainConfig
 from hybridrl.errors import ModelError, UserError
@@ -169,6 +170,12 @@ def _unsupported_part(shape: ModelShape) -> str | None:
     return None
 
 
+def hybrid_layout_rules(config: Config, shape: ModelShape) -> Iterator[UserError]:
+    """Yields why a hybrid model cannot have the layouts of the policy and of models like it."""
+    tp_sizes, cp_sizes = (parallel_sizes(config, axis, LIKE_POLICY) for axis in ("tp", "cp"))
+    yield from mixer_rules(shape.mixer, {**tp_sizes, "rollout.tp": config.rollout.tp}, cp_sizes)
+
+
 def policy_rules(
     config: Config, family: Family, shape: ModelShape, hf_config: Mapping[str, Any]
 ) -> list[UserError]:
@@ -178,7 +185,7 @@ def policy_rules(
     head: Head = "lm" if has_policy else "value"
     found = [
         *bias_rule(train.moe.bias_update_rate, family, shape),
-        *mixer_rules(shape.mixer, train.tp, train.cp, rollout.tp),
+        *hybrid_layout_rules(config, shape),
         *mtp_rules(train, has_policy, lora is not None, family, shape, hf_config),
         *hybrid_rules(rollout.engine, replays(config), shape),
         *patch_rules(rollout.engine, shape),

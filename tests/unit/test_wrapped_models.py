@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from hybridrl.config.load import load_config_dict
 from hybridrl.config.wrapped_models import has_images, text_part, wrapped, wrapped_name
 from hybridrl.errors import CheckpointError, ModelError
 from hybridrl.metrics.flops import attended_pairs, attention_length, forward_flops, matmul_params
@@ -22,9 +23,10 @@ from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.hf.passed_over import passed_over
 from hybridrl.models.hf.shards import HfWriter, KeptTensors, load_hf
 from hybridrl.models.megatron.rotary_positions import axes_of
-from hybridrl.models.mixers import DeltaShape, mixer_rules
+from hybridrl.models.mixers import DeltaShape
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.model_rules import hybrid_layout_rules
 
 MODELS = Path(__file__).parents[2] / "examples" / "recipes" / "models"
 # Billions of weights that each token of the text part is multiplied with, without embeddings.
@@ -195,14 +197,22 @@ def test_other_towers_of_qwen3_5_are_refused(
 
 
 def test_layouts_that_split_a_recurrence_are_refused() -> None:
-    _, shape = read_model(None, read_config(MODELS / "qwen3.5-4b"))
-    assert not [*mixer_rules(shape.mixer, 4, 1, 2)]
-    assert [error.name for error in mixer_rules(shape.mixer, 1, 2, 1)] == ["train.cp"]
-    assert [error.name for error in mixer_rules(shape.mixer, 3, 1, 32)] == [
-        "train.tp",
-        "rollout.tp",
-    ]
-    family, _ = read_model(None, read_config(MODELS / "qwen3.5-4b"))
+    family, shape = read_model(None, read_config(MODELS / "qwen3.5-4b"))
+    given = {
+        "run": {"name": "a"},
+        "model": {"init": str(MODELS / "qwen3.5-4b")},
+        "algorithm": {"name": "grpo", "kl_coef": 0.1},
+    }
+
+    def refused(*overrides: str) -> list[str]:
+        config = load_config_dict(given, overrides)
+        return [error.name for error in hybrid_layout_rules(config, shape)]
+
+    assert not refused("train.tp=4", "rollout.tp=2", "placement.reference.tp=2")
+    assert refused("train.cp=2") == ["train.cp"]
+    assert refused("train.tp=3", "rollout.tp=32") == ["train.tp", "rollout.tp"]
+    own = "placement.reference.tp=3", "placement.reference.cp=2"
+    assert refused(*own) == ["placement.reference.cp", "placement.reference.tp"]
     with pytest.raises(ModelError, match=r"train\.tp.*at most the model's 4 key-value heads"):
         megatron_layout(family, shape, TrainLayout(8, tp=8), 0)
 

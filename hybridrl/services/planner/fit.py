@@ -20,10 +20,9 @@ from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.adapters.rows import base_of
-from hybridrl.models.mixers import mixer_rules
 from hybridrl.models.mtp import mtp_rules
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rollout.model_rules import quantized_model_rules
+from hybridrl.rollout.model_rules import hybrid_layout_rules, quantized_model_rules
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import fullest_rank, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
@@ -54,7 +53,7 @@ def model_rules(
     """
     train, family, shape = config.train, policy.family, policy.shape
     is_adapted = family.lora is not None
-    yield from mixer_rules(shape.mixer, train.tp, train.cp, config.rollout.tp)
+    yield from hybrid_layout_rules(config, shape)
     yield from mtp_rules(train, policy.is_trained, is_adapted, family, shape, hf_config)
     yield from quantized_model_rules(config.rollout, train, base_of(family), shape)
 
