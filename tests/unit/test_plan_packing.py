@@ -18,11 +18,14 @@ from hybridrl.models.megatron.attention import SharedPrompts
 from hybridrl.models.megatron.prefix_attention import TwoCalls
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.micro_batch_sizes import (
+    Lengths,
     MicroBatchSize,
     largest_micro_batch,
+    positions_of_update,
     shares_prompts,
     usual_micro_batches,
 )
+from hybridrl.services.planner.times import packs
 from hybridrl.training.batches.packing import even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
 
@@ -207,6 +210,18 @@ def test_pairs_in_data_share_prompts_up_to_the_largest(
         most = max(most, rows)
     assert most > 16384
     assert most <= largest.key_rows < 2 * most
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4, 8])
+@pytest.mark.parametrize("prompt", [2048, 16384])
+def test_times_count_the_positions_of_the_units_that_training_makes(prompt: int, cp: int) -> None:
+    """Keys that context parallel ranks copy limit how many samples share a long prompt."""
+    config = config_of(prompt, 512, 32768, "steps.samples_per_prompt=16")
+    shape, layout = shape_of(config), TrainLayout(cp, cp=cp)
+    positions = positions_of_update(config, shape, layout)
+    assert positions is not None
+    packed = packs(config, shape, Lengths.of(config), layout.dp, cp, 32768)
+    assert packed.tokens == pytest.approx(positions["computed"], rel=0.25)
 
 
 def test_models_in_fp32_share_no_prompts_by_default_on_gpus() -> None:

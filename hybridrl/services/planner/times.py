@@ -36,6 +36,7 @@ from hybridrl.services.planner.image_costs import (
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.muon_costs import orthogonalization_flops
 from hybridrl.services.planner.phase_memory import FP32_BYTES, RoleModel, itemsize_of
+from hybridrl.training.batches.prompt_sharing import KEY_ROWS_OF_BUDGET
 
 # Number of elements (2 bytes each) that a forward pass reads and writes outside matrix products,
 # per token and layer: as multiples of the hidden size, and of the size of the feed-forward product.
@@ -146,7 +147,9 @@ def packs(
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
     prompt, response = lengths.prompt, lengths.response
     group = min(per_prompt, samples) if shares_prompts(config, shape) else 1
-    pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
+    # Attention may copy the prompt's keys for each sample of a unit (prompt_sharing.py).
+    by_rows = KEY_ROWS_OF_BUDGET * budget // cp // (prompt + response)
+    pieces = ceil(group / max(1, min((budget - prompt) // (response + 1), by_rows)))
     each = ceil(group / pieces)  # samples per unit; each but the first repeats the last token
     unit = prompt + each * response + each - 1
     num_units = ceil(samples / group) * pieces
