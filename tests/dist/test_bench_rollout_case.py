@@ -42,9 +42,9 @@ def test_case_at_its_limit_leaves_what_it_knew_and_where_it_was(
 
     job = {"case": "c", "folder": str(tmp_path), "limit_s": 12.0, "launched_at": time.time()}
     job["partial"] = str(tmp_path / "out.partial.json")
-    environment = {"RANK": "0", "PYTHONPATH": str(BENCHMARK.parent)}
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARK.parent))
     command = [sys.executable, "-c", STUCK, json.dumps(job)]
-    code, _ = run_showing_progress(command, job["limit_s"], environment)
+    code, _ = run_showing_progress(command, job["limit_s"], {"RANK": "0"})
     assert code != 0
     for file in ("result.json", "out.partial.json"):
         found = json.loads((tmp_path / file).read_text())

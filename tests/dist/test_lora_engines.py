@@ -12,6 +12,7 @@ WORKER = str(Path(__file__).with_name("lora_engine_worker.py"))
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", PACKAGED)
 def test_an_engine_split_over_ranks_generates_with_its_adapter_as_peft_does(engine: str) -> None:

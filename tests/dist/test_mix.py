@@ -21,8 +21,9 @@ def test_four_ranks_train_a_mixed_loss(cases: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_steps_of_a_mixed_loss_rest_skip_and_go_on(ranks: int, tmp_path: Path) -> None:
     """Two replicas, which share the rows of a term; with four ranks each is cut in two."""
     run_ranks(ranks, WORKER, [str(tmp_path), "steps"], timeout_s=400)

@@ -72,6 +72,7 @@ def test_what_an_engine_cannot_serve_is_an_error_on_all_ranks(engine: str, tmp_p
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", PACKAGED)
 def test_the_hybrid_engine_writes_what_the_engines_own_loader_writes(

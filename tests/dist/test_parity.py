@@ -144,9 +144,8 @@ def test_recurrent_layers_have_the_gradients_of_one_process(models: Path) -> Non
 
 # llama has scaled rope and tied embeddings, qwen3 norms of queries and keys.
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "names", [("llama", "qwen3"), pytest.param(("qwen2", "olmo"), marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("names", [("llama", "qwen3"), ("qwen2", "olmo")])
 def test_four_ranks_give_the_gradients_of_one_process(
     names: tuple[str, ...], models: Path, is_full: bool
 ) -> None:
@@ -177,9 +176,10 @@ def test_experts_have_the_gradients_of_one_process(name: str, models: Path, is_f
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full), OF_MIXTRAL, OF_GPT_OSS],
+    ["qwen3_moe", "deepseek_v3", OF_MIXTRAL, OF_GPT_OSS],
 )
 def test_experts_on_four_ranks_have_the_gradients_of_one_process(
     name: str, models: Path, is_full: bool

@@ -97,6 +97,7 @@ def test_a_replica_of_two_ranks_has_turns_too(warm: Path, engine: str) -> None:
         assert record["mismatch/logprob_diff_max"] < 1e-4
 
 
+@pytest.mark.full
 def test_what_is_trained_on_is_what_the_engine_was_fed(warm: Path) -> None:
     directory = warm / "calculator-sft" / "hf"
     more = ("run.name=exact", "algorithm.kl_coef=0.1", "steps.prompts_per_step=8")

@@ -75,6 +75,7 @@ def check_same_as_local(tmp_path: Path, folder: Path, world: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_two_hosts_give_the_weights_of_the_local_launcher(tmp_path: Path, stub: str) -> None:
     hostfile = hosts(tmp_path, "localhost slots=1  # rank 0", "127.0.0.1")
     check_same_weights(tmp_path, hostfile, stub)

@@ -78,13 +78,14 @@ def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> N
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("dpo", ("train.tp=2", "train.pp=2")),
-        pytest.param("kto", ("train.cp=2",), marks=LATER),
-        pytest.param("reward_model", ("train.tp=2", "train.pp=2"), marks=LATER),
+        ("kto", ("train.cp=2",)),
+        ("reward_model", ("train.tp=2", "train.pp=2")),
     ],
 )
 def test_four_ranks_take_the_steps_of_one(

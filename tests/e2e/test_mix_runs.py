@@ -77,6 +77,7 @@ def test_grpo_with_a_term_of_sft_learns_from_both(warm_start: Path, tmp_path: Pa
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_a_mixed_run_goes_on_after_a_stop_as_without_one(tmp_path: Path) -> None:
     whole = tmp_path / "whole" / "quickstart-grpo-sft"
     run("train", MIXED, *SHORT, f"run.dir={tmp_path / 'whole'}", "--world", "2")

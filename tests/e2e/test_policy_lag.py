@@ -291,6 +291,7 @@ def unbroken(
 Unbroken = tuple[tuple[str, ...], dict[str, torch.Tensor], list[dict[str, Any]]]
 
 
+@pytest.mark.full
 def test_runs_repeat(unbroken: Unbroken, tmp_path: Path) -> None:
     of_run, expected, told = unbroken
     again, told_again = finished(tmp_path, *of_run)

@@ -165,6 +165,7 @@ def test_ranks_that_are_killed_in_any_phase_are_started_again_with_the_same_weig
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_a_run_goes_on_with_fewer_ranks_and_the_same_losses(
     unbroken: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_sft_continues_under_another_layout_with_the_same_losses(tmp_path: Path)
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_experts_continue_under_another_layout_with_the_same_losses(tmp_path: Path) -> None:
     """Weights and optimizer states of experts, which lie on ranks of their own."""
     model = shutil.copytree(QUICKSTART / "model", tmp_path / "model") / "config.json"

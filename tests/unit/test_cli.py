@@ -336,7 +336,9 @@ def test_plan_counts_the_models_beside_the_policy(here: Path) -> None:
     one = {"steps": {"samples_per_prompt": 1}}
     # A reward model is trained beside a frozen policy.
     sft = held(algorithm={"name": "sft"}, **one)
-    assert held(algorithm={"name": "reward_model"}, **one) == sft + 4 * PARAMETERS
+    # Otherwise pairs copy the keys of their prompts.
+    alone = {"train": {"share_prompts": False}}
+    assert held(algorithm={"name": "reward_model"}, **one, **alone) == sft + 4 * PARAMETERS
     served = {"function": "reward_model", "options": {"path": str(here / "model")}}
     found = held(reward=served) - held()
     assert 0 < 4 * PARAMETERS - found < 5 * 152064 * 3584  # one score in place of the logits
