@@ -75,6 +75,7 @@ def test_bench_rollout_ends_with_the_code_of_an_engine_that_fails(folder: Path) 
     refuse(folder, [*BENCH, *GRPO, *knobs], "reward.function", "AssertionError")
 
 
+@pytest.mark.full
 def test_bench_rollout_refuses_what_it_cannot_measure(folder: Path) -> None:
     refuse(folder, [*BENCH, *GRPO, "--engines", "hf,tgi"], "--engines", "tgi", "vllm")
     refuse(folder, [*BENCH, *GRPO, "--engines", "scripted"], "--engines", "scripted")

@@ -73,16 +73,13 @@ def distil(
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "algorithm",
     [
         pytest.param({"name": "distillation", "top_k": 8}, id="distillation"),
-        pytest.param({"name": "gkd", "top_k": 8}, id="gkd", marks=pytest.mark.full),
-        pytest.param(
-            {"name": "on_policy_distillation"},
-            id="on_policy_distillation",
-            marks=pytest.mark.full,
-        ),
+        pytest.param({"name": "gkd", "top_k": 8}, id="gkd"),
+        pytest.param({"name": "on_policy_distillation"}, id="on_policy_distillation"),
     ],
 )
 def test_a_student_comes_near_its_teacher(

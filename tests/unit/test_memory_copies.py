@@ -248,7 +248,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]
     return records(folder)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_goes_on_from_its_newest_copy(
     num_hosts: int, unbroken: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -308,6 +308,7 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
     assert not set(files[1].values()) & set(files[2].values())
 
 
+@pytest.mark.full
 def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path: Path) -> None:
     copies = lose(tmp_path, 4)
     with small_run(tmp_path, *KNOBS) as trainer:
