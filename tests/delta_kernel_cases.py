@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # are rounded to the type.
 BOUNDS = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NAMES = ("query", "key", "value", "decay", "beta", "state")
-LENGTHS = (1, 63, 64, 130)
+LENGTHS = (1, 16, 63, 64, 65, 130)
 
 
 def case(
@@ -130,7 +130,7 @@ def main() -> None:
     grid_case()
     convolution_case(4, 150, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16)
     if DEVICE.type == "cpu":
-        case(1, 2, 16, 32, torch.float32, 0.1)
+        case(1, 2, 16, 32, torch.float32, 0.1, (1, 63, 64, 130))
         case(2, 2, 32, 16, torch.float32, 2.0, (1, 70), alike=0.9)
         case(1, 1, 128, 128, torch.float16, 0.05, (100,), has_states=False)
     else:
